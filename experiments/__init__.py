@@ -1,0 +1,1 @@
+"""Programs run from the repository root: `python -m experiments.<name>`."""

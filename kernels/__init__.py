@@ -1,0 +1,1 @@
+"""One folder per operation; installed as `lsfuse.kernels`. Callers use `lsfuse.kernels.<op>.api`."""

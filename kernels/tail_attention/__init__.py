@@ -1,0 +1,1 @@
+"""Attention of queries over a prefix state and over themselves."""

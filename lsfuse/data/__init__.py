@@ -1,0 +1,1 @@
+"""Tasks, tokenizers and groups sampled elsewhere."""

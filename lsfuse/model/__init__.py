@@ -1,0 +1,1 @@
+"""Models: configuration, initialisation, layers, forward pass and chunked log-probabilities."""

@@ -1,0 +1,1 @@
+"""Advantages, objectives, rewards and the sampler."""

@@ -1,0 +1,1 @@
+"""The training loop, metrics, progress and resuming."""
