@@ -1,0 +1,46 @@
+"""Settings and fixtures of the whole suite.
+
+Tests run on the CPU unless JAX_PLATFORMS says otherwise. Compiled programs are kept in the repository's ignored
+`.cache/jax` (or where JAX_COMPILATION_CACHE_DIR points), also for the processes that tests start, so that a second run
+of the suite, and a run resumed after a kill, does not compile again. `rm -r .cache` starts over.
+"""
+
+import os
+import pathlib
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+# A first example may compile for seconds, which is no fault of the code under test; the examples are the same each run.
+settings.register_profile("suite", deadline=None, max_examples=20, derandomize=True, print_blob=True)
+settings.load_profile("suite")
+
+
+@pytest.fixture
+def x64():
+    """float64 and int64 as JAX's widest types, for this test only."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def strict_promotion():
+    """Implicit promotion between dtypes, and between ranks, raises."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture
+def repo_root() -> pathlib.Path:
+    """The repository's root, where `experiments` and `configs` are run from."""
+    return ROOT
