@@ -4,11 +4,10 @@ import ast
 import pathlib
 import re
 import tomllib
-from collections.abc import Iterator
 
 import pytest
+from source_tree import ROOT, imports, module_name
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 MAX_LINES = 400
 
 # A package imports only from those before it, and from itself. `types` is the file lsfuse/types.py.
@@ -18,31 +17,6 @@ ONLY_FROM = {"kernels": {"types"}}
 NOT_INSTALLED = {"experiments", "configs"}
 OTHER_FRAMEWORKS = {"torch", "transformers", "tensorflow"}
 SOURCES = ("lsfuse", "kernels", "experiments", "configs", "scripts", "tests")
-
-
-def module_name(path: pathlib.Path) -> str:
-    """Dotted name that the file is imported by; `kernels/x.py` is `lsfuse.kernels.x`."""
-    parts = list(path.relative_to(ROOT).with_suffix("").parts)
-    if parts[0] == "kernels":
-        parts.insert(0, "lsfuse")
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything imported anywhere in the file, functions included.
-
-    `from a import b` gives a.b, since b may be a module; relative imports are resolved.
-    """
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parent = module.split(".")
-                parent = parent[: len(parent) - node.level + is_package]
-                base = ".".join([*parent, base] if base else parent)
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
 def violations(source: str, path: pathlib.Path) -> list[str]:
