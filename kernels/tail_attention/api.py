@@ -1,0 +1,109 @@
+"""Attention of tails over a shared prefix: the calls the model makes.
+
+One group at a time: B branches of T queries each attend to one prefix K/V (a layer of the prefix state, keys
+0 … prefix_length - 1) and to their own keys, causally with an offset. A chunk of the prefix is the same call with one
+branch. Outputs carry the log-sum-exp, so that partial results merge across chunks and devices.
+"""
+
+import jax.numpy as jnp
+from flax import struct
+
+from lsfuse.kernels.tail_attention import reference
+from lsfuse.types import Array
+
+
+@struct.dataclass
+class Prefix:
+    """One layer of a prefix state.
+
+    k, v: [L, K, P, H], the whole run of L layers, so that no layer is copied out. layer: int32 scalar.
+    length: int32 scalar, valid keys; whatever lies beyond changes nothing.
+    constant: int32 scalar, the first keys whose K/V are constants; None if all are.
+    """
+
+    k: Array
+    v: Array
+    layer: Array
+    length: Array
+    constant: Array | None = None
+
+
+def forward(
+    q: Array, own_k: Array, own_v: Array, own_lengths: Array, prefix: Prefix | None, *, own_offset: Array | int = 0
+) -> tuple[Array, Array]:
+    """softmax(q · K / sqrt(H)) V over the prefix and each branch's own keys.
+
+    Args:
+      q: [B, T, N, H].
+      own_k, own_v: [B, K, S, H]. Query t of a branch sees own keys j ≤ t + own_offset, j < own_lengths.
+      own_lengths: int32 [B].
+      prefix: shared by all branches, or None.
+
+    Returns: (o [B, T, N, H] in q's dtype, lse [B, T, N] float32 or wider). A query that sees no key gets o = 0 and
+    lse = -inf.
+    """
+    _check(q, own_k, own_v, own_lengths, prefix)
+    scaled = q * q.shape[-1] ** -0.5
+    o, lse = reference.own_forward(scaled, own_k, own_v, own_lengths, own_offset)
+    if prefix is not None:
+        o2, lse2 = reference.prefix_forward(scaled, prefix.k, prefix.v, prefix.layer, prefix.length)
+        o, lse = reference.merge(o2, lse2, o, lse)
+    return o.astype(q.dtype), lse
+
+
+def backward(
+    q: Array,
+    own_k: Array,
+    own_v: Array,
+    own_lengths: Array,
+    prefix: Prefix | None,
+    o: Array,
+    lse: Array,
+    do: Array,
+    dprefix: tuple[Array, Array] | None = None,
+    *,
+    own_offset: Array | int = 0,
+) -> tuple[Array, Array, Array, tuple[Array, Array] | None]:
+    """Cotangents of `forward` from its saved output and log-sum-exp.
+
+    dprefix: buffers (dk, dv) [L, K, S, H] that hold the cotangents of prefix keys `prefix.constant` …, at index 0 …;
+        this layer's share is added in place. None: the prefix side is not touched (tail-only).
+
+    Returns: (dq, dk_own, dv_own, dprefix).
+    """
+    _check(q, own_k, own_v, own_lengths, prefix)
+    scale = q.shape[-1] ** -0.5
+    scaled = q * scale
+    delta = jnp.sum(o.astype(lse.dtype) * do.astype(lse.dtype), -1)
+    lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
+    dq, dk, dv = reference.own_backward(scaled, own_k, own_v, own_lengths, own_offset, do, lse, delta)
+    if prefix is not None:
+        args = (scaled, prefix.k, prefix.v, prefix.layer)
+        constant = prefix.length if dprefix is None else prefix.constant
+        if dprefix is None or constant is not None:
+            constant = jnp.minimum(constant, prefix.length)
+            more, _, _ = reference.prefix_backward(*args, 0, constant, do, lse, delta)
+            dq = dq + more
+        if dprefix is not None:
+            lo = 0 if constant is None else constant
+            more, *dprefix = reference.prefix_backward(*args, lo, prefix.length, do, lse, delta, *dprefix)
+            dq, dprefix = dq + more, tuple(dprefix)
+    return (dq * scale).astype(q.dtype), dk.astype(own_k.dtype), dv.astype(own_v.dtype), dprefix
+
+
+def _check(q, own_k, own_v, own_lengths, prefix):
+    b, _, n, h = q.shape
+    if own_k.shape != own_v.shape or own_k.shape[0] != b or own_k.shape[3] != h or n % own_k.shape[1]:
+        raise ValueError(
+            f"tail_attention: q {q.shape} [B, T, N, H] does not go with own_k {own_k.shape}, own_v {own_v.shape}"
+            " [B, K, S, H]; B and H must be equal and K must divide N"
+        )
+    if own_lengths.shape != (b,):
+        raise ValueError(f"tail_attention: own_lengths must be [{b}], got {own_lengths.shape}")
+    if prefix is not None and (
+        prefix.k.shape != prefix.v.shape or prefix.k.shape[1] != own_k.shape[1] or prefix.k.shape[3] != h
+    ):
+        raise ValueError(
+            f"tail_attention: prefix k {prefix.k.shape}, v {prefix.v.shape} [L, K, P, H] do not go with own_k"
+            f" {own_k.shape} [B, K, S, H]; K and H must be equal"
+        )

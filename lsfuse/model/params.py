@@ -1,0 +1,80 @@
+"""Parameter trees: initialisation, checking, counting, and going between runs and a per-block list."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+
+from lsfuse.model.config import BlockConfig, ModelConfig, block_param_shapes, param_shapes
+from lsfuse.types import Array, Params
+
+
+def init_params(config: ModelConfig, key: Array, dtype=jnp.float32) -> Params:
+    """Random parameters: normal with standard deviation 1/sqrt(fan in) (embeddings: 0.02), output projections divided
+    by sqrt(2 · blocks) (GPT-2), gains one, biases zero."""
+    shapes = traverse_util.flatten_dict(param_shapes(config), sep="/")
+
+    def leaf(i: int, path: str, shape: tuple[int, ...]) -> Array:
+        name = path.split("/")[-1]
+        if name.endswith("norm"):
+            return jnp.ones(shape, dtype)
+        if name.endswith("bias"):
+            return jnp.zeros(shape, dtype)
+        std = 0.02 if name == "embed_tokens" else shape[-2] ** -0.5
+        if name in ("o_proj", "down_proj"):
+            std /= math.sqrt(2 * config.num_blocks)
+        return (std * jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32)).astype(dtype)
+
+    leaves = {path: leaf(i, path, shapes[path]) for i, path in enumerate(sorted(shapes))}
+    return traverse_util.unflatten_dict(leaves, sep="/")
+
+
+def check_params(config: ModelConfig, params: Params) -> None:
+    """Raises ValueError if a leaf is missing, unexpected or of another shape than `config` says."""
+    expected = traverse_util.flatten_dict(param_shapes(config), sep="/")
+    found = traverse_util.flatten_dict(params, sep="/")
+    if missing := sorted(expected.keys() - found.keys()):
+        raise ValueError(f"parameters lack {', '.join(missing)}, which the model's config asks for")
+    if extra := sorted(found.keys() - expected.keys()):
+        raise ValueError(f"parameters have {', '.join(extra)}, which the model's config does not know")
+    for path, shape in expected.items():
+        if tuple(found[path].shape) != shape:
+            raise ValueError(f"parameter {path} has shape {tuple(found[path].shape)}, the config says {shape}")
+
+
+def count_params(config: ModelConfig) -> int:
+    return sum(math.prod(shape) for shape in traverse_util.flatten_dict(param_shapes(config)).values())
+
+
+def unstack_blocks(config: ModelConfig, params: Params) -> list[dict[str, Array]]:
+    """One dict of leaves per block, in order."""
+    return [
+        {name: leaf[i] for name, leaf in params["runs"][str(r)].items()}
+        for r, (_, n) in enumerate(config.runs)
+        for i in range(n)
+    ]
+
+
+def stack_blocks(config: ModelConfig, blocks: Sequence[dict[str, Array]]) -> dict[str, dict[str, Array]]:
+    """The tree's "runs" from one dict of leaves per block. Raises ValueError where a block does not fit `config`."""
+    if len(blocks) != config.num_blocks:
+        raise ValueError(f"{len(blocks)} blocks of parameters for a config of {config.num_blocks} blocks")
+    for i, (block, leaves) in enumerate(zip(config.blocks, blocks, strict=True)):
+        _check_block(config, i, block, leaves)
+    runs, start = {}, 0
+    for r, (_, n) in enumerate(config.runs):
+        members = blocks[start : start + n]
+        runs[str(r)] = {name: jnp.stack([leaves[name] for leaves in members]) for name in members[0]}
+        start += n
+    return runs
+
+
+def _check_block(config: ModelConfig, index: int, block: BlockConfig, leaves: dict[str, Array]) -> None:
+    expected = block_param_shapes(config, block)
+    found = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
+    if expected != found:
+        differ = sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n))
+        rows = ", ".join(f"{n}: {found.get(n, 'absent')} (config: {expected.get(n, 'absent')})" for n in differ)
+        raise ValueError(f"block {index} does not fit its config: {rows}")

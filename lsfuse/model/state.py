@@ -1,0 +1,55 @@
+"""The prefix state: append-only K/V of every attention block, for the tokens that a group's branches share."""
+
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from lsfuse.model.config import ModelConfig
+from lsfuse.types import Array
+
+
+@struct.dataclass
+class PrefixState:
+    """K/V by run (runs without attention have no entry), each [L, K, P, H] for the run's L blocks.
+
+    Also used for the cotangents of a state.
+    """
+
+    k: dict[str, Array]
+    v: dict[str, Array]
+
+    @property
+    def size(self) -> int:
+        """Token positions there is room for."""
+        return next(iter(self.k.values())).shape[2] if self.k else 0
+
+
+def init_state(config: ModelConfig, size: int, dtype) -> PrefixState:
+    """Zeros for `size` token positions."""
+    shapes = {
+        str(r): (n, block.num_kv_heads, size, config.head_dim)
+        for r, (block, n) in enumerate(config.runs)
+        if block.has_attention
+    }
+    return PrefixState(
+        {r: jnp.zeros(shape, dtype) for r, shape in shapes.items()},
+        {r: jnp.zeros(shape, dtype) for r, shape in shapes.items()},
+    )
+
+
+def write_state(state: PrefixState, run: str, first: int, k: Array, v: Array, at: Array) -> PrefixState:
+    """Puts keys and values [layers, K, C, H] of blocks `first` … of a run at token position `at`."""
+
+    def put(buffer, new):
+        return lax.dynamic_update_slice(buffer, new.astype(buffer.dtype), (first, 0, at, 0))
+
+    return PrefixState({**state.k, run: put(state.k[run], k)}, {**state.v, run: put(state.v[run], v)})
+
+
+def read_state(state: PrefixState, run: str, layer: Array | int, at: Array, count: int) -> tuple[Array, Array]:
+    """Keys and values [1, K, count, H] of one block from token position `at`."""
+
+    def get(buffer):
+        return lax.dynamic_slice(buffer, (layer, 0, at, 0), (1, buffer.shape[1], count, buffer.shape[3]))
+
+    return get(state.k[run]), get(state.v[run])

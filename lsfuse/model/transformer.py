@@ -1,0 +1,221 @@
+"""The stack of blocks, run by run: forward, backward, and a differentiable forward for everyday use.
+
+A run's blocks execute in one loop that reads its stacked parameters, and the prefix state, at the loop's index: neither
+is ever sliced out or copied. The backward is a hand-written reverse loop that adds parameter gradients and the
+cotangents of the prefix state into its carry, in place.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from lsfuse.kernels import tail_attention
+from lsfuse.model.blocks import Tokens, block_backward, block_forward, saved_names
+from lsfuse.model.config import ModelConfig
+from lsfuse.model.layers import rms_norm
+from lsfuse.model.rope import rope_tables
+from lsfuse.model.state import PrefixState, read_state
+from lsfuse.types import Array, Params
+
+
+@struct.dataclass
+class Context:
+    """The prefix that tokens run against: the first `length` positions of `state`.
+
+    constant: how many of them are constants, to the backward; None if the whole prefix is differentiable.
+    """
+
+    state: PrefixState
+    length: Array
+    constant: Array | None = None
+
+    def prefix(self, run: str, layer: Array) -> tail_attention.Prefix | None:
+        if run not in self.state.k:
+            return None
+        return tail_attention.Prefix(self.state.k[run], self.state.v[run], layer, self.length, self.constant)
+
+
+def make_tokens(config: ModelConfig, first: Array | int, count: int, lengths: Array, dtype) -> Tokens:
+    """`count` tokens a row at positions `first` …; lengths [B] of them valid."""
+    rope_dtype = jnp.promote_types(dtype, jnp.float32)
+    return Tokens(rope_tables(config, first + jnp.arange(count), rope_dtype), lengths)
+
+
+def embed(params: Params, ids: Array, valid: Array) -> Array:
+    """Rows of the embedding [..., D]; zero where not `valid`, whatever the id there."""
+    table = params["embed_tokens"]
+    return jnp.where(valid[..., None], table[jnp.where(valid, ids, 0)], 0)
+
+
+def embed_backward(grads: Params, ids: Array, valid: Array, dx: Array) -> Params:
+    """Adds dx [..., D] to the gradients of the embedding's rows."""
+    table = grads["embed_tokens"]
+    dx = jnp.where(valid[..., None], dx, 0).astype(table.dtype)
+    return {**grads, "embed_tokens": table.at[jnp.where(valid, ids, 0)].add(dx)}
+
+
+def block_params(params: Params, run: str, layer: Array | int) -> dict[str, Array]:
+    """One block's leaves out of its run."""
+    return {k: lax.dynamic_index_in_dim(v, layer, 0, keepdims=False) for k, v in params["runs"][run].items()}
+
+
+def add_block_grads(grads: dict[str, Array], layer: Array | int, dp: dict[str, Array]) -> dict[str, Array]:
+    """Adds one block's gradients to its run's stacked ones, in place."""
+
+    def add(total, new):
+        old = lax.dynamic_index_in_dim(total, layer, 0, keepdims=False)
+        return lax.dynamic_update_index_in_dim(total, old + new.astype(total.dtype), layer, 0)
+
+    return {**grads, **{name: add(grads[name], new) for name, new in dp.items()}}
+
+
+def _segments(config: ModelConfig, upto: int | None):
+    """(run, block, how many of the run's blocks) for the blocks before `upto` (None: all)."""
+    first = 0
+    for r, (block, n) in enumerate(config.runs):
+        count = n if upto is None else min(max(upto - first, 0), n)
+        first += n
+        if count:
+            yield str(r), block, count
+
+
+def run_blocks(
+    params: Params,
+    config: ModelConfig,
+    x: Array,
+    tokens: Tokens,
+    context: Context,
+    keep: tuple[str, ...] = (),
+    upto: int | None = None,
+    own_at: Array | None = None,
+) -> tuple[Array, dict[str, dict[str, Array]]]:
+    """Runs blocks 0 … upto - 1 (all by default) on x [B, T, D] against a prefix.
+
+    keep: piece boundaries to return, by run and name, each stacked [blocks, ...]; "x" is a block's input.
+    own_at: where in the state these tokens' own keys and values already stand (B = 1); None computes them.
+    """
+    kept = {}
+    for run, block, count in _segments(config, upto):
+
+        def body(x, layer, run=run, block=block):
+            known = None
+            if own_at is not None and block.has_attention:
+                known = dict(zip("kv", read_state(context.state, run, layer, own_at, x.shape[1]), strict=True))
+            prefix = context.prefix(run, layer)
+            y, saved = block_forward(config, block, block_params(params, run, layer), x, tokens, prefix, known)
+            return y, {name: saved[name] for name in keep if name in saved}
+
+        x, kept[run] = lax.scan(body, x, jnp.arange(count))
+    return x, kept
+
+
+def run_blocks_backward(
+    params: Params,
+    config: ModelConfig,
+    dx: Array,
+    kept: dict[str, dict[str, Array]],
+    tokens: Tokens,
+    context: Context,
+    grads: Params,
+    dstate: PrefixState | None,
+    upto: int | None = None,
+    own_at: Array | None = None,
+    down_at: Array | None = None,
+) -> tuple[Array, Params, PrefixState | None]:
+    """Backward of `run_blocks` from what it kept ("x" and a policy's names).
+
+    dstate: cotangents of the differentiable positions of the prefix, added to in place; None if there are none.
+    down_at: where in `dstate` the cotangents of these tokens' own keys and values stand (prefix chunks).
+
+    Returns: (cotangent of the input, grads, dstate).
+    """
+    for run, block, count in reversed(list(_segments(config, upto))):
+        dprefix = None if dstate is None or not block.has_attention else (dstate.k[run], dstate.v[run])
+
+        def body(carry, xs, run=run, block=block):
+            dx, run_grads, dprefix = carry
+            layer, saved = xs
+            dkv = None
+            if block.has_attention and own_at is not None:
+                count_own = dx.shape[1]
+                saved = {**saved, **dict(zip("kv", read_state(context.state, run, layer, own_at, count_own), strict=True))}
+                if dprefix is not None and down_at is not None:
+                    own = PrefixState({run: dprefix[0]}, {run: dprefix[1]})
+                    # Read before the buffers are added to, or XLA would copy them.
+                    dkv, dprefix = lax.optimization_barrier((read_state(own, run, layer, down_at, count_own), dprefix))
+            dx, dp, dprefix = block_backward(
+                config,
+                block,
+                block_params(params, run, layer),
+                dx,
+                saved,
+                tokens,
+                context.prefix(run, layer),
+                dprefix,
+                dkv,
+            )
+            return (dx, add_block_grads(run_grads, layer, dp), dprefix), None
+
+        carry = (dx, grads["runs"][run], dprefix)
+        (dx, run_grads, dprefix), _ = lax.scan(body, carry, (jnp.arange(count), kept[run]), reverse=True)
+        grads = {**grads, "runs": {**grads["runs"], run: run_grads}}
+        if dprefix is not None:
+            dstate = PrefixState({**dstate.k, run: dprefix[0]}, {**dstate.v, run: dprefix[1]})
+    return dx, grads, dstate
+
+
+# --- a whole sequence, for everyday use -----------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 4))
+def _rows(params: Params, config: ModelConfig, x: Array, lengths: Array, policy: str) -> Array:
+    return _rows_fwd(params, config, x, lengths, policy)[0]
+
+
+def _rows_fwd(params, config, x, lengths, policy):
+    tokens = make_tokens(config, 0, x.shape[1], lengths, x.dtype)
+    x, kept = run_blocks(params, config, x, tokens, _no_prefix(), ("x", *saved_names(policy)))
+    return x, (params, kept, lengths)
+
+
+def _rows_bwd(config, policy, residuals, dy):
+    params, kept, lengths = residuals
+    tokens = make_tokens(config, 0, dy.shape[1], lengths, dy.dtype)
+    grads = jax.tree.map(jnp.zeros_like, params)
+    dx, grads, _ = run_blocks_backward(params, config, dy, kept, tokens, _no_prefix(), grads, None)
+    return grads, dx, None
+
+
+_rows.defvjp(_rows_fwd, _rows_bwd)
+
+
+def _no_prefix() -> Context:
+    return Context(PrefixState({}, {}), jnp.int32(0))
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    ids: Array,
+    lengths: Array | None = None,
+    remat_policy: str = "everything_saveable",
+) -> Array:
+    """Hidden states after the final norm, differentiable in `params`; attention in tiles, nothing of size S × S.
+
+    Args: ids int32 [B, T]; lengths int32 [B] valid tokens of each row (all by default).
+    Returns: [B, T, D] in the parameters' dtype; rows beyond a length are meaningless but finite.
+    """
+    lengths = jnp.full(ids.shape[0], ids.shape[1]) if lengths is None else lengths
+    valid = jnp.arange(ids.shape[1]) < lengths[:, None]
+    x = embed(params, ids, valid)
+    blocks = {"runs": params["runs"]}
+    return rms_norm(_rows(blocks, config, x, lengths, remat_policy), params["norm"], config.rms_norm_eps)
+
+
+def logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
+    """[..., V] in float32 or wider, from hidden states after the final norm. For small inputs: nothing is chunked."""
+    head = params["lm_head"] if "lm_head" in params else params["embed_tokens"].T
+    return jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32))
