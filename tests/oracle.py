@@ -1,0 +1,302 @@
+"""The oracle: what every gradient of this project is measured against.
+
+Slow and obvious on purpose. Each row (one prompt and one response) is run alone, unpadded, in float64, with plain
+softmax attention under an explicit mask, one block after the other, and differentiated by `jax.grad`. Everything is
+written from the published definitions and shares no attention, mask, layer or backward code with the package:
+
+    RMSNorm         Zhang & Sennrich, arXiv 1910.07467:  g · x / sqrt(mean(x²) + eps)
+    rotary          Su et al., arXiv 2104.09864, in the half-split pairing of the published Llama checkpoints; "linear"
+                    rescaling divides the frequencies by a factor, "llama3" is the piecewise rule of Llama 3.1
+    SwiGLU          Shazeer, arXiv 2002.05202:  down(act(gate(x)) · up(x))
+    grouped heads   Ainslie et al., arXiv 2305.13245: query head n reads kv head n // (N / K)
+
+Partial prefix gradients: for "stop" and for an int n, keys and values of the prompt tokens before position P − n are
+constants in every block ("stop" is n = 1). Those tokens reach the loss through their keys and values only, so nothing
+of their computation carries gradient.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lsfuse.model.config import BlockConfig, ModelConfig, RopeScaling
+from lsfuse.replay.batch import Batch
+
+Grads = dict[str, Any]
+
+
+def constant_tokens(prefix_grad: str | int, prompt_length: int) -> int:
+    """Number of leading prompt tokens whose keys and values are constants."""
+    if prefix_grad == "exact":
+        return 0
+    n = 1 if prefix_grad == "stop" else int(prefix_grad)
+    return max(prompt_length - n, 0)
+
+
+def split_blocks(config: ModelConfig, params: Grads) -> list[dict[str, Any]]:
+    """One parameter dict per block from the stacked runs (a run: consecutive equal blocks)."""
+    out: list[dict[str, Any]] = []
+    run, inside = -1, 0
+    previous = None
+    for block in config.blocks:
+        if block != previous:
+            run, inside, previous = run + 1, 0, block
+        out.append({name: leaf[inside] for name, leaf in params["runs"][str(run)].items()})
+        inside += 1
+    return out
+
+
+def rms_norm(x, gain, eps: float):
+    return gain * x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """Angle per position of every rotary pair, float64 [head_dim / 2]."""
+    freqs = []
+    for pair in range(head_dim // 2):
+        freq = theta ** (-2.0 * pair / head_dim)
+        if scaling is not None and scaling.kind == "linear":
+            freq = freq / scaling.factor
+        elif scaling is not None:
+            wavelength = 2.0 * math.pi / freq
+            longest = scaling.original_max_position / scaling.low_freq_factor
+            shortest = scaling.original_max_position / scaling.high_freq_factor
+            if wavelength > longest:
+                freq = freq / scaling.factor
+            elif wavelength >= shortest:
+                turns = scaling.original_max_position / wavelength
+                blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+                freq = (1.0 - blend) * freq / scaling.factor + blend * freq
+        freqs.append(freq)
+    return np.asarray(freqs, np.float64)
+
+
+def rotate(x, freqs):
+    """Rotate pairs (i, i + H/2) of x [T, heads, H] by position · frequency."""
+    angle = np.arange(x.shape[0])[:, None] * freqs[None, :]
+    cos, sin = np.cos(angle)[:, None, :], np.sin(angle)[:, None, :]
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def project(x, p, name: str):
+    y = x @ p[name]
+    return y + p[name + "_bias"] if name + "_bias" in p else y
+
+
+def attention(x, p, block: BlockConfig, config: ModelConfig, constant):
+    """Causal self-attention of x [T, D]; keys and values where `constant` [T] is true carry no gradient."""
+    tokens = x.shape[0]
+    n_heads, k_heads, h = config.num_heads, block.num_kv_heads, config.head_dim
+    freqs = rotary_frequencies(h, config.rope_theta, config.rope_scaling)
+    x = rms_norm(x, p["input_layernorm"], config.rms_norm_eps)
+    q = rotate(project(x, p, "q_proj").reshape(tokens, n_heads, h), freqs)
+    k = rotate(project(x, p, "k_proj").reshape(tokens, k_heads, h), freqs)
+    v = project(x, p, "v_proj").reshape(tokens, k_heads, h)
+    k = jnp.where(constant[:, None, None], jax.lax.stop_gradient(k), k)
+    v = jnp.where(constant[:, None, None], jax.lax.stop_gradient(v), v)
+    k, v = (jnp.repeat(x, n_heads // k_heads, axis=1) for x in (k, v))
+    scores = jnp.einsum("qnh,knh->nqk", q, k) / math.sqrt(h)
+    visible = np.tril(np.ones((tokens, tokens), bool))
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+    return project(jnp.einsum("nqk,knh->qnh", weights, v).reshape(tokens, n_heads * h), p, "o_proj")
+
+
+def activation(x, name: str):
+    if name == "silu":
+        return x / (1.0 + jnp.exp(-x))
+    if name == "gelu":
+        return 0.5 * x * (1.0 + jax.lax.erf(x / math.sqrt(2.0)))
+    if name == "gelu_tanh":
+        return 0.5 * x * (1.0 + jnp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+    if name == "relu":
+        return jnp.maximum(x, 0.0)
+    raise ValueError(name)
+
+
+def ffn(x, p, config: ModelConfig):
+    x = rms_norm(x, p["post_attention_layernorm"], config.rms_norm_eps)
+    hidden = activation(project(x, p, "gate_proj"), config.hidden_act) * project(x, p, "up_proj")
+    return project(hidden, p, "down_proj")
+
+
+def _hidden(config: ModelConfig, params: Grads, ids, constant):
+    x = params["embed_tokens"][ids]
+    for block, p in zip(config.blocks, split_blocks(config, params), strict=True):
+        if block.parallel:
+            source = x
+            if block.attention != "none":
+                x = x + attention(source, p, block, config, constant)
+            if block.ffn_width:
+                x = x + ffn(source, p, config)
+        else:
+            if block.attention != "none":
+                x = x + attention(x, p, block, config, constant)
+            if block.ffn_width:
+                x = x + ffn(x, p, config)
+    return rms_norm(x, params["norm"], config.rms_norm_eps)
+
+
+def _logits(config: ModelConfig, params: Grads, hidden):
+    head = params["embed_tokens"].T if config.tie_word_embeddings else params["lm_head"]
+    return hidden @ head
+
+
+# Compiled without optimisation, once per row length: the time goes into compiling.
+@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+def _row(config: ModelConfig, params: Grads, ids, constant, temperature):
+    """(log-probs, entropies) [T − 1] of tokens 1 … T − 1 of one row ids [T], at a temperature."""
+    hidden = _hidden(config, params, ids, constant)[:-1]
+    logp = jax.nn.log_softmax(_logits(config, params, hidden) / temperature, axis=-1)
+    chosen = logp[jnp.arange(len(ids) - 1), ids[1:]]
+    return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+
+
+def as_float64(tree):
+    """Every floating leaf in float64; call it inside `jax.enable_x64(True)`."""
+
+    def widen(x):
+        x = np.asarray(x)
+        return jnp.asarray(x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x)
+
+    return jax.tree.map(widen, tree)
+
+
+def hidden(config: ModelConfig, params: Grads, ids) -> np.ndarray:
+    """Hidden states after the final norm of one row ids [T]: float64 [T, D]."""
+    with jax.enable_x64(True):
+        return np.asarray(_hidden(config, as_float64(params), np.asarray(ids), np.zeros(len(ids), bool)))
+
+
+def logits(config: ModelConfig, params: Grads, ids) -> np.ndarray:
+    """Next-token logits of one row ids [T]: float64 [T, V]."""
+    with jax.enable_x64(True):
+        params = as_float64(params)
+        states = _hidden(config, params, np.asarray(ids), np.zeros(len(ids), bool))
+        return np.asarray(_logits(config, params, states))
+
+
+def _scores(config: ModelConfig, params: Grads, batch: Batch, prefix_grad, temperature):
+    """Log-probs and entropies padded with zeros to [B, G, R]."""
+    prompts, responses = np.asarray(batch.prompt_ids), np.asarray(batch.completion_ids)
+    prompt_lengths, lengths = np.asarray(batch.prompt_lengths), np.asarray(batch.completion_lengths)
+    sizes = np.asarray(batch.group_sizes)
+    n_groups, n_branches, width = responses.shape
+    rows = []
+    for b in range(n_groups):
+        for g in range(n_branches):
+            p, r = int(prompt_lengths[b]), int(lengths[b, g])
+            if g >= sizes[b] or r == 0:
+                rows.append((jnp.zeros(width), jnp.zeros(width)))
+                continue
+            ids = np.concatenate([prompts[b, :p], responses[b, g, :r]]).astype(np.int32)
+            constant = np.arange(p + r) < constant_tokens(prefix_grad, p)
+            scores = _row(config, params, ids, constant, temperature)
+            rows.append(tuple(jnp.pad(x[p - 1 :], (0, width - r)) for x in scores))
+    logps, entropies = zip(*rows, strict=True)
+    shape = (n_groups, n_branches, width)
+    return jnp.stack(logps).reshape(shape), jnp.stack(entropies).reshape(shape)
+
+
+def per_token_logps(config: ModelConfig, params: Grads, batch: Batch, temperature: float = 1.0):
+    """(log-probs, entropies) of every response token, numpy float64 [B, G, R], zero where no token exists."""
+    with jax.enable_x64(True):
+        scores = _scores(config, as_float64(params), as_float64(batch), "exact", temperature)
+        return tuple(np.asarray(x) for x in scores)
+
+
+@functools.cache
+def _compiled(objective):
+    return jax.jit(lambda logps, entropies, batch: objective(logps, entropies, batch))
+
+
+def value_and_grad(
+    objective,
+    config: ModelConfig,
+    params: Grads,
+    batch: Batch,
+    prefix_grad: str | int = "exact",
+    temperature: float = 1.0,
+):
+    """((loss, metrics), grads) in float64, evaluated at the given values of `params` whatever their dtype.
+
+    objective: called once on the whole batch, after its `prepare` if it has one. metrics: floats.
+    """
+    with jax.enable_x64(True):
+        batch = as_float64(batch)
+        prepare = getattr(objective, "prepare", None)
+        if prepare is not None:
+            batch = prepare(batch)
+
+        def loss_fn(p):
+            logps, entropies = _scores(config, p, batch, prefix_grad, temperature)
+            loss, metrics = _compiled(objective)(logps, entropies, batch)
+            return loss + 0.0 * jnp.sum(entropies), metrics  # one compiled transpose, entropies used or not
+
+        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(as_float64(params))
+        metrics = {k: float(v.compute() if hasattr(v, "compute") else v) for k, v in metrics.items()}
+        return (float(loss), metrics), jax.tree.map(np.asarray, grads)
+
+
+def _slices(tree: Grads):
+    """(path, array) of every leaf, stacked runs cut into their blocks."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = "/".join(str(getattr(key, "key", key)) for key in path)
+        leaf = np.asarray(leaf, np.float64)
+        if name.startswith("runs/"):
+            for i, part in enumerate(leaf):
+                yield f"{name}[{i}]", part
+        else:
+            yield name, leaf
+
+
+def grad_errors(grads: Grads, oracle_grads: Grads, cancelled: float = 1e-14) -> dict[str, float]:
+    """Relative error of every leaf; 0 or infinity where the oracle's leaf is zero up to cancellation.
+
+    A leaf whose oracle norm is at most `cancelled` × the whole gradient's is zero by cancellation: the same bound holds
+    for ours. If the oracle's whole gradient is zero, nothing reaches the loss and ours must be zero exactly, as must
+    embedding rows that the oracle leaves untouched.
+    """
+    ours, theirs = dict(_slices(grads)), dict(_slices(oracle_grads))
+    if ours.keys() != theirs.keys():
+        raise AssertionError(f"leaves differ: {sorted(ours.keys() ^ theirs.keys())}")
+    whole = math.sqrt(sum(float(np.sum(b * b)) for b in theirs.values()))
+    errors = {}
+    for name, b in theirs.items():
+        a = ours[name]
+        if a.shape != b.shape:
+            raise AssertionError(f"{name}: shape {a.shape}, the oracle's {b.shape}")
+        if not np.all(np.isfinite(a)):
+            errors[name] = math.inf
+            continue
+        norm = np.linalg.norm(b)
+        if whole == 0.0:
+            errors[name] = 0.0 if not a.any() else math.inf
+        elif norm <= cancelled * whole:
+            errors[name] = 0.0 if np.linalg.norm(a) <= cancelled * whole else math.inf
+        else:
+            errors[name] = float(np.linalg.norm(a - b) / norm)
+        if name == "embed_tokens" and a[~b.any(axis=1)].any():
+            errors[name] = math.inf
+    return errors
+
+
+def assert_grads_close(grads: Grads, oracle_grads: Grads, tol: float, cancelled: float | None = None) -> None:
+    """Every leaf: ‖a − b‖₂ / ‖b‖₂ ≤ tol (design section 7), every block of a stacked run on its own.
+
+    cancelled: bound on leaves zero by cancellation, relative to the whole gradient; 1e-14 in float64 (45 rounding
+        errors), the same number of rounding errors in the leaves' own dtype otherwise.
+    """
+    dtypes = {np.asarray(leaf).dtype for leaf in jax.tree.leaves(grads)}
+    if cancelled is None:
+        cancelled = 1e-14 * max(float(jnp.finfo(d).eps / jnp.finfo(jnp.float64).eps) for d in dtypes)
+    errors = grad_errors(grads, oracle_grads, cancelled)
+    bad = {name: error for name, error in errors.items() if not error <= tol}
+    if bad:
+        lines = "\n".join(f"  {name}: {error:.3e}" for name, error in sorted(bad.items(), key=lambda e: -e[1]))
+        raise AssertionError(f"{len(bad)} of {len(errors)} leaves exceed {tol:g}:\n{lines}")
