@@ -1,0 +1,142 @@
+"""Sizes that a config fixes: chunks, branch batches and buffers. Lengths inside them are data."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lsfuse.model.blocks import saved_names
+from lsfuse.replay.batch import Batch
+from lsfuse.types import Array
+
+PREFIX_ACTIVATIONS = ("auto", "recompute", "keep")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The replay options, checked. prefix_grad: "exact", "stop" or an int n ≥ 1; see `replay.value_and_grad`."""
+
+    prefix_grad: str | int = "exact"
+    chunk_size: int = 512
+    branch_batch: int | None = None
+    remat_policy: str = "everything_saveable"
+    prefix_activations: str = "auto"
+    memory_budget: int | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self):
+        n = self.prefix_grad
+        if isinstance(n, bool) or not (n in ("exact", "stop") or (isinstance(n, int) and n >= 1)):
+            raise ValueError(f'prefix_grad must be "exact", "stop" or an int of at least 1, got {n!r}')
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1 token, got {self.chunk_size}")
+        if self.branch_batch is not None and self.branch_batch < 1:
+            raise ValueError(f"branch_batch must be at least 1 branch (or None to choose), got {self.branch_batch}")
+        if self.prefix_activations not in PREFIX_ACTIVATIONS:
+            raise ValueError(
+                f"prefix_activations must be one of {', '.join(PREFIX_ACTIVATIONS)}, got {self.prefix_activations!r}"
+            )
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
+        saved_names(self.remat_policy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Static sizes, in tokens unless said otherwise.
+
+    prompt: P. response: R. branches: G padded to a multiple of `branch_batch` branches.
+    chunk: of the constant part of the prefix. grad_chunk: of its differentiable part.
+    grad_tokens: prefix tokens that can carry gradient outside the tails (0: none; P - 1: all).
+    state: room in the prefix state. cotangent: room for the cotangents of its differentiable part.
+    """
+
+    prompt: int
+    response: int
+    branches: int
+    branch_batch: int
+    chunk: int
+    grad_chunk: int
+    grad_tokens: int
+    state: int
+    cotangent: int
+
+    @property
+    def exact(self) -> bool:
+        """Whether the whole prefix is differentiable, whatever the lengths."""
+        return self.grad_tokens >= self.prompt - 1
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def default_branch_batch(branches: int, response: int, chunk_size: int) -> int:
+    """As many branches at once as make up about a chunk's tokens, in batches of even size."""
+    batches = -(-branches // max(1, min(branches, chunk_size // max(response, 1))))
+    return -(-branches // batches)
+
+
+def make_geometry(options: Options, prompt: int, branches: int, response: int) -> Geometry:
+    """Sizes for groups of up to `branches` responses of up to `response` tokens to prompts of up to `prompt`."""
+    prefix = prompt - 1
+    n = options.prefix_grad
+    grad_tokens = prefix if n == "exact" else 0 if n == "stop" else min(n - 1, prefix)
+    chunk = min(options.chunk_size, max(prefix, 1))
+    grad_chunk = min(options.chunk_size, max(grad_tokens, 1))
+    # A stretch that starts anywhere needs room for the padding of its last chunk.
+    slack = grad_chunk if 0 < grad_tokens < prefix else 0
+    batch = options.branch_batch or default_branch_batch(branches, response, options.chunk_size)
+    batch = min(batch, branches)
+    return Geometry(
+        prompt=prompt,
+        response=response,
+        branches=_round_up(branches, batch),
+        branch_batch=batch,
+        chunk=chunk,
+        grad_chunk=grad_chunk,
+        grad_tokens=grad_tokens,
+        state=_round_up(max(prefix, 1), chunk) + slack,
+        cotangent=_round_up(grad_tokens, grad_chunk) if grad_tokens else 0,
+    )
+
+
+def prefix_bounds(geometry: Geometry, prompt_length: Array) -> tuple[Array, Array]:
+    """(first differentiable position, end) of the prefix x[0 : P - 1] of one prompt."""
+    end = jnp.maximum(prompt_length - 1, 0)
+    if geometry.exact:
+        return jnp.zeros_like(end), end
+    return jnp.maximum(end - geometry.grad_tokens, 0), end
+
+
+def pad_batch(batch: Batch, geometry: Geometry) -> Batch:
+    """Pads prompts to the state's room and branches to whole branch batches, and clears what padding holds."""
+    batch = batch.replace(completion_mask=batch.loss_mask)
+    extra = geometry.branches - batch.completion_ids.shape[1]
+    width = geometry.state + geometry.chunk - batch.prompt_ids.shape[1]
+    batch = batch.replace(prompt_ids=jnp.pad(batch.prompt_ids, ((0, 0), (0, max(width, 1)))))
+    if not extra:
+        return batch
+    shared = {name: getattr(batch, name) for name in ("prompt_ids", "prompt_lengths", "group_sizes")}
+    padded = jax.tree.map(
+        lambda x: jnp.pad(x, [(0, 0), (0, extra)] + [(0, 0)] * (x.ndim - 2)),
+        batch.replace(prompt_ids=None, prompt_lengths=None, group_sizes=None),
+    )
+    return padded.replace(**shared)
+
+
+def group_slice(batch: Batch, b: Array) -> Batch:
+    """Group b alone, [1, ...]."""
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, b, 1, 0), batch)
+
+
+def branch_slice(group: Batch, first: Array, count: int) -> Batch:
+    """`count` branches of a group [1, ...] from `first` on."""
+    shared = {name: getattr(group, name) for name in ("prompt_ids", "prompt_lengths")}
+    sizes = jnp.clip(group.group_sizes - first, 0, count)
+    part = jax.tree.map(
+        lambda x: lax.dynamic_slice_in_dim(x, first, count, 1),
+        group.replace(prompt_ids=None, prompt_lengths=None, group_sizes=None),
+    )
+    return part.replace(**shared, group_sizes=sizes)
