@@ -1,1 +1,29 @@
-"""The training loop, metrics, progress and resuming."""
+"""Training: the group-RL loop and its supervised warm start, configs, metrics, checkpoints and resume.
+
+In a notebook: `train.run({"rl": {"steps": 20}}, "runs/first")`, with a task, reward or objective of your own if you
+like. From the command line: `python -m experiments.launch`.
+"""
+
+from lsfuse.train.config import load_config, resolve_config, set_field
+from lsfuse.train.loop import Result, run, set_up
+from lsfuse.train.optimizer import make_optimizer, make_schedule
+from lsfuse.train.rollout import evaluate, make_sampler, roll_out
+from lsfuse.train.schema import SCHEMA, default_config
+from lsfuse.train.step import make_update
+
+__all__ = [
+    "SCHEMA",
+    "Result",
+    "default_config",
+    "evaluate",
+    "load_config",
+    "make_optimizer",
+    "make_sampler",
+    "make_schedule",
+    "make_update",
+    "resolve_config",
+    "roll_out",
+    "run",
+    "set_field",
+    "set_up",
+]

@@ -1,0 +1,159 @@
+"""From a resolved config to the objects of a run: task, model, parameters, objective."""
+
+import dataclasses
+import inspect
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from lsfuse import data, io, rl
+from lsfuse.model import ModelConfig, init_params, uniform_blocks
+from lsfuse.replay import Objective
+from lsfuse.replay import Options as ReplayOptions
+from lsfuse.replay.memory import choose_prefix_activations
+from lsfuse.types import Params
+
+
+def make_tokenizer(config: ConfigDict) -> Any | None:
+    """The checkpoint's tokenizer, or None without one."""
+    return None if config.model.path is None else io.Tokenizer.load(config.model.path)
+
+
+def make_task(config: ConfigDict, tokenizer: Any | None) -> Any:
+    """The task of the config; for "groups", the groups themselves. Reads and checks all of its files.
+
+    Raises: ValueError or FileNotFoundError naming the field, for files that are not given, not there or not right.
+    """
+    name, fields = config.task.name, config.task[config.task.name]
+    if name == "retrieval":
+        return data.RetrievalTask(**fields, seed=config.seed)
+    if tokenizer is None:
+        raise ValueError(f'task "{name}" needs a tokenizer: set config.model.path to a checkpoint')
+    for field in [f for f in fields if f.endswith("path")]:
+        if fields[field] is None:
+            raise ValueError(f"config.task.{name}.{field} is not set; give the path of a jsonl file")
+        if not pathlib.Path(fields[field]).is_file():
+            raise FileNotFoundError(f"config.task.{name}.{field}: there is no file {fields[field]}")
+    if name == "gsm8k":
+        return data.Gsm8kTask(**fields, tokenizer=tokenizer, max_prompt_length=config.rl.max_prompt)
+    return data.JsonlGroups(
+        fields.path,
+        tokenizer,
+        append_stop=fields.append_stop,
+        max_prompt=config.rl.max_prompt,
+        max_response=config.rl.max_response,
+    )
+
+
+def make_model(config: ConfigDict, tokenizer: Any) -> tuple[ModelConfig, Callable[[], Params]]:
+    """The model, and a function that makes its first parameters: the checkpoint's, or random ones from the seed.
+
+    Raises: ValueError if the tokenizer has more ids than the model.
+    """
+    dtype, path = jnp.dtype(config.dtype), config.model.path
+    if path is not None:
+        model = io.read_config(io.resolve_hf(path))
+        if tokenizer is not None:
+            io.check_vocab(tokenizer, model)
+        return model, lambda: io.load_hf(path, dtype=dtype)[1]
+    if tokenizer is None:
+        raise ValueError(
+            "a model of random parameters takes its vocabulary from the task's tokenizer, and there is none"
+        )
+    model = random_model(config, tokenizer)
+    key = jax.random.fold_in(jax.random.key(config.seed), 0)
+    return model, lambda: jax.jit(init_params, static_argnums=(0, 2))(model, key, dtype)
+
+
+def random_model(config: ConfigDict, tokenizer: Any) -> ModelConfig:
+    """The model of the config's shapes, for the tokenizer's vocabulary."""
+    m = config.model
+    return ModelConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=m.hidden_size,
+        num_heads=m.num_heads,
+        head_dim=m.head_dim,
+        blocks=uniform_blocks(m.num_blocks, m.num_kv_heads, m.ffn_width),
+        max_position_embeddings=m.max_position_embeddings,
+        rope_theta=m.rope_theta,
+        tie_word_embeddings=m.tie_word_embeddings,
+        eos_token_ids=tuple(tokenizer.stop_ids),
+        pad_token_id=tokenizer.pad_id,
+    )
+
+
+def make_objective(config: ConfigDict) -> Objective:
+    """The config's objective; fields that are None take the factory's defaults.
+
+    Raises: ValueError if a field is set that the objective does not have.
+    """
+    fields = config.rl.objective
+    factory = getattr(rl, fields.name)
+    known = inspect.signature(factory).parameters
+    given = {k: v for k, v in fields.items() if k != "name" and v is not None}
+    for field in given:
+        if field not in known:
+            raise ValueError(f'config.rl.objective.{field} is set, but "{fields.name}" has only {", ".join(known)}')
+    return factory(**given)
+
+
+def needs_reference(config: ConfigDict) -> bool:
+    """Whether the objective reads log-probs of a reference policy, the one RL starts from."""
+    fields = config.rl.objective
+    return fields.name == "dpo" or (fields.name in ("grpo", "gspo") and bool(fields.beta))
+
+
+def replay_options(config: ConfigDict, **more: Any) -> dict[str, Any]:
+    """The keyword arguments of `replay.value_and_grad`, checked."""
+    options = {**config.replay.to_dict(), **more}
+    ReplayOptions(**options)
+    return options
+
+
+def resolve_prefix_activations(config: ConfigDict, model: ModelConfig) -> str:
+    """ "keep" or "recompute": decided once and stored with the run, so that a resume computes the same bits."""
+    options = ReplayOptions(**replay_options(config))
+    shape = (config.rl.max_prompt, config.rl.num_generations, config.rl.max_response)
+    return choose_prefix_activations(model, options, *shape, jnp.dtype(config.dtype))
+
+
+def check_sizes(config: ConfigDict, model: ModelConfig, task: Any) -> None:
+    """Raises ValueError if prompts and responses do not fit the model's context or the run's fixed shapes."""
+    context = model.max_position_embeddings
+    if config.rl.max_prompt + config.rl.max_response > context:
+        raise ValueError(
+            f"config.rl.max_prompt {config.rl.max_prompt} + max_response {config.rl.max_response} exceed the model's"
+            f" context of {context} positions"
+        )
+    if isinstance(task, data.RetrievalTask):
+        if task.prompt_length > config.rl.max_prompt:
+            raise ValueError(
+                f"config.task.retrieval.prompt_length {task.prompt_length} exceeds config.rl.max_prompt"
+                f" {config.rl.max_prompt}"
+            )
+        if task.answer_length + 1 > config.rl.max_response:
+            raise ValueError(
+                f"config.rl.max_response {config.rl.max_response} is too short for the {task.answer_length + 1} tokens"
+                " of an answer and its stop"
+            )
+    if config.warm_start.steps and config.rl.max_prompt + config.warm_start.max_response > context:
+        raise ValueError(
+            f"config.rl.max_prompt {config.rl.max_prompt} + warm_start.max_response {config.warm_start.max_response}"
+            f" exceed the model's context of {context} positions"
+        )
+
+
+def warm_start_tasks(config: ConfigDict, task: Any) -> list[Any]:
+    """The task at each prompt length of the curriculum, or the task alone."""
+    lengths = config.warm_start.prompt_lengths
+    if not lengths:
+        return [task]
+    if not dataclasses.is_dataclass(task) or not hasattr(task, "prompt_length"):
+        raise ValueError(
+            f"config.warm_start.prompt_lengths is {lengths}, but {type(task).__name__} has prompts of its own lengths"
+        )
+    return [dataclasses.replace(task, prompt_length=n) for n in lengths]  # type: ignore[type-var]

@@ -1,0 +1,107 @@
+"""From a config, as a person wrote it, to one that is complete and checked."""
+
+import copy
+import difflib
+import importlib.util
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from lsfuse.train.schema import SCHEMA, Field, default_config, fields
+
+
+def load_config(path: str | pathlib.Path, overrides: Mapping[str, Any] | None = None) -> ConfigDict:
+    """The config of a file, `configs/x.py` or `configs/x.py:argument`, with dotted overrides ({"rl.steps": 2})."""
+    file, _, argument = str(path).partition(":")
+    spec = importlib.util.spec_from_file_location(pathlib.Path(file).stem, file)
+    if spec is None or spec.loader is None or not pathlib.Path(file).is_file():
+        raise FileNotFoundError(f"there is no config file {file}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config(argument) if argument else module.get_config()
+    for name, value in (overrides or {}).items():
+        set_field(config, name, value)
+    return config
+
+
+def set_field(config: ConfigDict, name: str, value: Any) -> None:
+    """config.a.b = value for the name "a.b"; ValueError, with the nearest name, if there is no such field."""
+    _known([name], fields())
+    *parents, last = name.split(".")
+    for parent in parents:
+        config = config[parent]
+    config[last] = value
+
+
+def resolve_config(config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
+    """A complete copy of `config`, checked: what it leaves out has its default.
+
+    Raises:
+        ValueError: an unknown field (the nearest valid name is in the message), a value of another type, out of range
+            or not among the valid ones.
+    """
+    given = config.to_dict() if isinstance(config, ConfigDict) else copy.deepcopy(dict(config))
+    known, flat = fields(), _flatten(given, SCHEMA)
+    _known(flat, known)
+    resolved = default_config()
+    for name, value in flat.items():
+        set_field(resolved, name, _checked(name, value, known[name]))
+    return resolved
+
+
+def _flatten(config: Mapping[str, Any], schema: Any, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        inner = schema.get(key) if isinstance(schema, Mapping) else None
+        if isinstance(value, Mapping) and not isinstance(inner, Field):
+            flat |= _flatten(value, inner, f"{prefix}{key}.")
+        elif isinstance(inner, Mapping):
+            raise ValueError(
+                f"config.{prefix}{key} is a group of fields ({', '.join(inner)}), not a value; got {value!r}"
+            )
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _known(names: Iterable[str], known: Mapping[str, Field]) -> None:
+    for name in names:
+        if name in known:
+            continue
+        last = {n: n.rsplit(".", 1)[-1] for n in known}
+        near = difflib.get_close_matches(name, known, 1, 0.7) or [
+            n for n in known if last[n] in difflib.get_close_matches(name.rsplit(".", 1)[-1], last.values(), 1, 0.7)
+        ]
+        hint = f'; did you mean "{near[0]}"?' if near else f"; the groups are {', '.join(SCHEMA)}"
+        raise ValueError(f'config has no field "{name}"{hint}')
+
+
+def _checked(name: str, value: Any, field: Field) -> Any:
+    if (
+        isinstance(value, str)
+        and str not in field.allowed
+        and value in ("None", "none")
+        and type(None) in field.allowed
+    ):
+        value = None
+    if isinstance(value, str) and int in field.allowed and value.strip().isdigit():
+        value = int(value)  # the command line cannot tell "4" from 4
+    if isinstance(value, list) and tuple in field.allowed:
+        value = tuple(value)
+    if type(value) is int and float in field.allowed and int not in field.allowed:
+        value = float(value)
+    if type(value) not in field.allowed:
+        expected = " or ".join("None" if t is type(None) else t.__name__ for t in field.allowed)
+        raise ValueError(f"config.{name} must be of type {expected} ({field.help}), got {value!r}")
+    if field.choices and value is not None and value not in field.choices:
+        near = difflib.get_close_matches(str(value), field.choices, 1, 0.4)
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        raise ValueError(f"config.{name} must be one of {', '.join(field.choices)}, got {value!r}{hint}")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        low, high = field.minimum, field.maximum
+        if (low is not None and not value >= low) or (high is not None and not value <= high):
+            bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+            raise ValueError(f"config.{name} must be {bounds} ({field.help}), got {value!r}")
+    return value

@@ -1,0 +1,306 @@
+"""The run: an optional supervised phase, group RL, evaluations, checkpoints, and what is left behind at the end.
+
+All randomness is a function of (seed, step), the data position is one integer, and files are cut back to the
+checkpoint on resume. So a run that is killed at any moment and resumed computes the same bits as one that is not.
+"""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from lsfuse import io, replay
+from lsfuse.io.checkpoint import Checkpoints
+from lsfuse.io.checkpoint_manifest import CheckpointError
+from lsfuse.model import ModelConfig, init_params
+from lsfuse.replay.objective import ObjectiveFn
+from lsfuse.train import build
+from lsfuse.train import workdir as files
+from lsfuse.train.config import resolve_config
+from lsfuse.train.metadata import run_metadata, what_changed
+from lsfuse.train.optimizer import make_optimizer
+from lsfuse.train.phases import EVAL_STREAM, GroupRL, State, WarmStart, abstract_state, init_state
+from lsfuse.train.progress import Progress
+from lsfuse.train.report import format_summary, parameter_change, summarize, write_report
+from lsfuse.train.rollout import evaluate, make_sampler
+from lsfuse.types import Params
+
+RewardFn = Callable[[Mapping[str, Any], str], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """params: trained. summary: as in summary.json. The rest is in `workdir`."""
+
+    params: Params
+    model: ModelConfig
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    workdir: pathlib.Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Everything that is fixed before the first step."""
+
+    config: ConfigDict
+    saved: dict[str, Any]
+    task: Any
+    tokenizer: Any
+    model: ModelConfig
+    load_params: Callable[[], Params]
+    reward_fn: RewardFn | None
+    objective: replay.Objective | ObjectiveFn
+    reference: bool
+
+
+def set_up(
+    config: ConfigDict | Mapping[str, Any],
+    workdir: str | pathlib.Path | None = None,
+    *,
+    task: Any = None,
+    reward_fn: RewardFn | None = None,
+    objective: replay.Objective | ObjectiveFn | None = None,
+    resume: bool = False,
+) -> Setup:
+    """Resolves and checks everything; reads files, writes none. Arguments as in `run`."""
+    config = resolve_config(config)
+    if workdir is not None:
+        files.check_workdir(pathlib.Path(workdir), None, resume)
+    passed = {"task": task, "reward_fn": reward_fn, "objective": objective}
+    passed = {k: _name(v) for k, v in passed.items() if v is not None}
+    tokenizer = build.make_tokenizer(config) if task is None else getattr(task, "tokenizer", None)
+    task = build.make_task(config, tokenizer) if task is None else task
+    tokenizer = getattr(task, "tokenizer", None) or tokenizer
+    model, load_params = build.make_model(config, tokenizer)
+    build.check_sizes(config, model, task)
+    objective = build.make_objective(config) if objective is None else objective
+    if workdir is not None and resume and config.replay.prefix_activations == "auto":
+        before = files.saved_config(pathlib.Path(workdir)) or {}
+        config.replay.prefix_activations = before.get("replay", {}).get("prefix_activations", "auto")
+    config.replay.prefix_activations = build.resolve_prefix_activations(config, model)
+    saved = json.loads(json.dumps({**config.to_dict(), "passed": passed}))
+    if workdir is not None:
+        files.check_workdir(pathlib.Path(workdir), saved, resume)
+    reward_fn = reward_fn or getattr(task, "reward", None)
+    reference = build.needs_reference(config)
+    return Setup(config, saved, task, tokenizer, model, load_params, reward_fn, objective, reference)
+
+
+def run(
+    config: ConfigDict | Mapping[str, Any],
+    workdir: str | pathlib.Path,
+    *,
+    task: Any = None,
+    reward_fn: RewardFn | None = None,
+    objective: replay.Objective | ObjectiveFn | None = None,
+    resume: bool = False,
+    progress: bool = True,
+) -> Result:
+    """Trains as `config` says and leaves everything in `workdir`.
+
+    Args:
+        config: from `default_config()`, `load_config(file)`, or a plain nested dict of the fields that differ.
+        workdir: a directory that is empty or not there; with `resume`, one that holds a run of the same config (or
+            nothing: then the run starts).
+        task: a `data.Task`, or `data.JsonlGroups`, instead of the config's.
+        reward_fn: (example, completion text) -> float, instead of the task's.
+        objective: instead of the config's.
+        progress: show a progress bar and print evaluations.
+
+    Raises:
+        ValueError, FileExistsError, FileNotFoundError: anything wrong with what was given, before any work.
+        CheckpointError: a checkpoint cannot be written (the ones before are untouched) or none can be read.
+        FloatingPointError: loss or gradient is not finite.
+    """
+    workdir = pathlib.Path(workdir).absolute()
+    given = {"task": task, "reward_fn": reward_fn, "objective": objective}
+    setup = set_up(config, workdir, **given, resume=resume)
+    with files.locked(workdir):
+        files.check_workdir(workdir, setup.saved, resume)  # nobody came in between
+        _write_run_files(workdir, setup.saved)
+        with contextlib.ExitStack() as stack:
+            metrics = stack.enter_context(files.JsonLines(workdir / "metrics.jsonl"))
+            samples = stack.enter_context(files.JsonLines(workdir / "samples.jsonl"))
+            return _Run(setup, workdir, metrics, samples, progress).run()
+
+
+def _name(thing: Any) -> str:
+    kind = thing if hasattr(thing, "__qualname__") else type(thing)
+    own = getattr(thing, "name", "")
+    return f"{kind.__module__}.{kind.__qualname__}" + (f" {own}" if isinstance(own, str) and own else "")
+
+
+def _write_run_files(workdir: pathlib.Path, saved: dict[str, Any]) -> None:
+    if not (workdir / files.CONFIG).exists():
+        files.write_atomic(workdir / files.CONFIG, json.dumps(saved, indent=2) + "\n")
+    path, now = workdir / "run.json", run_metadata()
+    sessions = json.loads(path.read_text())["sessions"] if path.exists() else []
+    for line in what_changed(sessions[-1], now) if sessions else []:
+        warnings.warn(f"since the last session of this run, {line}; the bits may differ", stacklevel=3)
+    files.write_atomic(path, json.dumps({"sessions": [*sessions, now]}, indent=2) + "\n")
+
+
+class _Run:
+    """One session of a run."""
+
+    def __init__(
+        self, setup: Setup, workdir: pathlib.Path, metrics: files.JsonLines, samples: files.JsonLines, progress: bool
+    ):
+        self.setup, self.workdir, self.metrics, self.samples = setup, workdir, metrics, samples
+        self.config, self.model = setup.config, setup.model
+        self.key = jax.random.key(self.config.seed)
+        self.checkpoints = Checkpoints(workdir / "checkpoints", setup.saved, self.config.checkpoint.keep)
+        self.start = Checkpoints(workdir / "start", setup.saved, 1)
+        self.progress = Progress(progress)
+        self.warm_start = WarmStart(self.config, self.model, setup.task) if self.config.warm_start.steps else None
+        self.best: dict[str, float] | None = None
+        self.ref_params: Params | None = None
+
+    def run(self) -> Result:
+        phase, done, state = self._restore()
+        begins = phase == "start"
+        if phase == "warm_start":
+            assert self.warm_start is not None
+            self._phase(self.warm_start, state, done)
+            state, done, begins = self._begin_rl(state.params, state.position), 0, True
+        rl = self._group_rl()
+        if begins:
+            self._evaluate(state, 0)
+            if self.warm_start is not None:
+                self._save("rl", 0, state)
+        self._phase(rl, state, done)
+        return self._finish(state)
+
+    # --- phases ---
+
+    def _phase(self, phase: WarmStart | GroupRL, state: State, done: int) -> None:
+        every, evaluations = self.config.checkpoint.every, self.config.eval.every if phase.name == "rl" else 0
+        with self.progress.phase(phase.name, done, phase.steps) as bar:
+            for step in range(done, phase.steps):
+                metrics = phase.step(state, step)
+                self.metrics.write({"phase": phase.name, "step": step, **metrics})
+                bar.update(metrics)
+                done, last = step + 1, step + 1 == phase.steps
+                if phase.name == "rl" and (last or (evaluations and done % evaluations == 0)):
+                    self._evaluate(state, done)
+                if (every and done % every == 0 and not (last and phase.name == "warm_start")) or (
+                    last and phase.name == "rl"
+                ):
+                    self._save(phase.name, done, state)
+
+    def _begin_rl(self, params: Params, position: int) -> State:
+        """State at RL step 0. Its parameters are the reference, and what the change is measured from."""
+        if self.setup.reference or self.config.report.parameter_change:
+            self.start.save(0, {"params": params})
+        return init_state(params, self._rl_optimizer(), position)
+
+    def _rl_optimizer(self) -> Any:
+        fields = self.config.rl
+        return make_optimizer(fields.optimizer, fields.steps * fields.num_iterations)
+
+    def _group_rl(self) -> GroupRL:
+        if self.setup.reference:
+            self.ref_params = self.start_params()
+        args = (self.setup.task, self.setup.reward_fn, self.setup.objective, self.key, self.ref_params)
+        return GroupRL(self.config, self.model, *args)
+
+    def start_params(self) -> Params:
+        """The parameters RL started from."""
+        restored = self.start.restore({"params": self._abstract_params()})
+        if restored is None:
+            raise CheckpointError(f"{self.start.directory} is gone; the run cannot be continued without it")
+        return restored.state["params"]
+
+    def _evaluate(self, state: State, done: int) -> None:
+        task, fields = self.setup.task, self.config.eval
+        if not hasattr(task, "example"):
+            return
+        if not hasattr(self, "_eval_sample"):
+            self._eval_sample = make_sampler(
+                self.model,
+                num_generations=fields.num_generations,
+                max_response=self.config.rl.max_response,
+                temperature=fields.temperature,
+                top_p=fields.top_p,
+                stop_ids=task.tokenizer.stop_ids,
+                chunk_size=self.config.replay.chunk_size,
+            )
+        start = time.perf_counter()
+        assert self.setup.reward_fn is not None
+        means, samples = evaluate(
+            task,
+            self.setup.reward_fn,
+            self._eval_sample,
+            state.params,
+            num_prompts=fields.num_prompts,
+            batch_size=self.config.rl.num_prompts,
+            max_prompt=self.config.rl.max_prompt,
+            key=jax.random.fold_in(jax.random.fold_in(self.key, EVAL_STREAM), done),
+            num_samples=fields.samples,
+        )
+        self.samples.write(*({"step": done, **sample} for sample in samples))
+        if self.best is None or means["reward"] > self.best["reward"]:
+            self.best = {"step": done, "reward": means["reward"]}
+        record = {"phase": "eval", "step": done, **means, "time/step": time.perf_counter() - start}
+        self.metrics.write(record)
+        self.progress.line(f"held-out reward at RL step {done}: {means['reward']:.3f}")
+
+    # --- checkpoints ---
+
+    def _abstract_params(self) -> Any:
+        dtype = jnp.dtype(self.config.dtype)
+        return jax.eval_shape(lambda: init_params(self.model, jax.random.key(0), dtype))
+
+    def _save(self, phase: str, done: int, state: State) -> None:
+        step = done + (self.config.warm_start.steps if phase == "rl" else 0)
+        tree = {"params": state.params, "opt_state": state.opt_state, "key": jax.random.key_data(self.key)}
+        sizes = {file.path.name: file.size() for file in (self.metrics, self.samples)}
+        info = {"phase": phase, "done": done, "position": state.position, "best": self.best, "sizes": sizes}
+        self.checkpoints.save(step, tree, info)
+
+    def _restore(self) -> tuple[str, int, State]:
+        """(phase, steps of it that are done, state): of the newest whole checkpoint, or of the beginning ("start" if
+        that is the beginning of RL)."""
+
+        def template(info: dict[str, Any]) -> dict[str, Any]:
+            optimizer = self._rl_optimizer() if info["phase"] == "rl" else self.warm_start.optimizer  # type: ignore[union-attr]
+            return abstract_state(self._abstract_params(), optimizer, jax.random.key_data(self.key))
+
+        restored = self.checkpoints.restore(template)
+        sizes = restored.info["sizes"] if restored else {}
+        for file in (self.metrics, self.samples):
+            file.cut(sizes.get(file.path.name, 0))
+        if restored is None:
+            params = self.setup.load_params()
+            if self.warm_start is None:
+                return "start", 0, self._begin_rl(params, 0)
+            return "warm_start", 0, init_state(params, self.warm_start.optimizer, 0)
+        if not np.array_equal(restored.state["key"], jax.random.key_data(self.key)):
+            raise CheckpointError(f"the checkpoint of step {restored.step} has the PRNG key of another seed")
+        info, self.best = restored.info, restored.info["best"]
+        self.progress.line(f"resumed from the checkpoint of step {restored.step} ({info['phase']} step {info['done']})")
+        state = State(restored.state["params"], restored.state["opt_state"], info["position"])
+        return info["phase"], info["done"], state
+
+    # --- the end ---
+
+    def _finish(self, state: State) -> Result:
+        tokenizer = self.setup.tokenizer if hasattr(self.setup.tokenizer, "save") else None
+        io.save_hf(self.workdir / "model", self.model, state.params, tokenizer)
+        records = self.metrics.read()
+        summary = summarize(records, self.best)
+        if self.config.report.parameter_change:
+            summary["parameter_change"] = parameter_change(self.start_params(), state.params)
+        write_report(self.workdir, records, summary)
+        self.progress.line(format_summary(summary))
+        return Result(state.params, self.model, self.setup.saved, summary, self.workdir)

@@ -1,0 +1,67 @@
+"""What a run was made with: code, versions, devices."""
+
+import datetime
+import hashlib
+import importlib.metadata
+import pathlib
+import platform
+import subprocess
+import sys
+from typing import Any
+
+import jax
+
+_PACKAGES = ("lsfuse", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
+
+
+def run_metadata() -> dict[str, Any]:
+    """JSON-able: command, time, git state, versions, devices."""
+    devices = jax.devices()
+    return {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "git": git_state(pathlib.Path(__file__).resolve().parent),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "machine": platform.machine(),
+        "devices": [f"{d.platform} {d.device_kind}" for d in devices],
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_state(folder: pathlib.Path) -> dict[str, Any] | None:
+    """Commit, branch, whether tracked files differ from it, and the SHA-256 of that difference; None without git."""
+
+    def git(*arguments: str) -> bytes | None:
+        try:
+            return subprocess.run(
+                ["git", "-C", str(folder), *arguments], capture_output=True, check=True, timeout=30
+            ).stdout
+        except (OSError, subprocess.SubprocessError):
+            return None
+
+    if (commit := git("rev-parse", "HEAD")) is None:
+        return None
+    diff = git("diff", "HEAD", "--binary") or b""
+    return {
+        "commit": commit.decode().strip(),
+        "branch": (git("rev-parse", "--abbrev-ref", "HEAD") or b"").decode().strip(),
+        "dirty": bool(diff),
+        "diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
+        "untracked": len((git("ls-files", "--others", "--exclude-standard") or b"").splitlines()),
+    }
+
+
+def what_changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Differences between two sessions' metadata that can change bits: versions, devices, machine."""
+    return [
+        f"{name}: {before.get(name)} then, {now[name]} now"
+        for name in ("python", "versions", "devices", "machine")
+        if before.get(name) != now[name]
+    ]

@@ -1,0 +1,53 @@
+"""Optimizers by name."""
+
+from typing import Any
+
+import jax
+import optax
+
+
+def make_schedule(config: Any, steps: int) -> optax.Schedule:
+    """Learning rate as a function of the update's number (int32), from a config's `optimizer` fields.
+
+    Linear warmup from 0 over warmup_steps, then constant, or falling to 0 at `steps` (linear, cosine).
+
+    Raises: ValueError if the warmup is longer than the run.
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if warmup > max(steps, 1):
+        raise ValueError(f"optimizer.warmup_steps is {warmup}, but the run has only {steps} updates")
+    rest = max(steps - warmup, 1)
+    after = {
+        "constant": lambda: optax.constant_schedule(peak),
+        "linear": lambda: optax.linear_schedule(peak, 0.0, rest),
+        "cosine": lambda: optax.cosine_decay_schedule(peak, rest),
+    }[config.schedule]()
+    if not warmup:
+        return after
+    # The first update already moves: its rate is peak / (warmup + 1), not 0.
+    rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    return optax.join_schedules([rise, after], [warmup])
+
+
+def make_optimizer(config: Any, steps: int) -> optax.GradientTransformation:
+    """The optax chain of a config's `optimizer` fields for a run of `steps` updates."""
+    schedule = make_schedule(config, steps)
+    parts = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
+    if config.name == "adamw":
+        adam = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
+        parts.append(optax.adamw(schedule, **adam, weight_decay=config.weight_decay, mask=decayed))
+    elif config.name == "adam":
+        parts.append(optax.adam(schedule, b1=config.b1, b2=config.b2, eps=config.eps))
+    else:
+        parts.append(optax.sgd(schedule, momentum=config.b1 or None))
+    return optax.chain(*parts)
+
+
+def decayed(params: Any) -> Any:
+    """A tree of bools: weight decay acts on matrices, not on norms and biases."""
+
+    def matrix(path: tuple, leaf: Any) -> bool:
+        name = str(path[-1].key)
+        return not (name.endswith("norm") or name.endswith("bias"))
+
+    return jax.tree_util.tree_map_with_path(matrix, params)

@@ -1,0 +1,185 @@
+"""The two kinds of step a run is made of: supervised, and group RL. Each is a function of (state, step, position)."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from ml_collections import ConfigDict
+
+from lsfuse import data, replay, rl
+from lsfuse.model import ModelConfig
+from lsfuse.replay.objective import ObjectiveFn
+from lsfuse.train.build import replay_options, warm_start_tasks
+from lsfuse.train.optimizer import make_optimizer, make_schedule
+from lsfuse.train.rollout import make_sampler, roll_out
+from lsfuse.train.step import make_update, to_host
+from lsfuse.types import Array, Params
+
+SAMPLE_STREAM, EVAL_STREAM = 1, 2
+
+
+@dataclasses.dataclass
+class State:
+    """What a step changes. position: examples of the training split consumed so far."""
+
+    params: Params
+    opt_state: Any
+    position: int = 0
+
+
+class WarmStart:
+    """Supervised steps on the task's own targets, through the replay engine with one response a group."""
+
+    name = "warm_start"
+
+    def __init__(self, config: ConfigDict, model: ModelConfig, task: Any):
+        fields = config.warm_start
+        self.steps, self.config, self.seed = fields.steps, config, config.seed
+        self.tasks = warm_start_tasks(config, task)
+        self.schedule = make_schedule(fields.optimizer, fields.steps)
+        self.optimizer = make_optimizer(fields.optimizer, fields.steps)
+        self.update = make_update(rl.nll(), model, self.optimizer, **replay_options(config, prefix_grad="exact"))
+
+    def task_at(self, step: int) -> Any:
+        return self.tasks[min(step * len(self.tasks) // max(self.steps, 1), len(self.tasks) - 1)]
+
+    def step(self, state: State, step: int) -> dict[str, float]:
+        """Changes `state`; returns metrics."""
+        start = time.perf_counter()
+        fields, task = self.config.warm_start, self.task_at(step)
+        chosen = data.indices(task.size("train"), self.seed, state.position, fields.num_prompts)
+        batch = data.make_batch(
+            [data.sft_group(task, "train", int(i)) for i in chosen],
+            max_prompt=task.prompt_length if len(self.tasks) > 1 else self.config.rl.max_prompt,
+            max_response=fields.max_response,
+            num_groups=fields.num_prompts,
+            num_branches=1,
+            pad_id=task.tokenizer.pad_id,
+        )
+        state.params, state.opt_state, metrics = self.update(state.params, state.opt_state, batch)
+        state.position += fields.num_prompts
+        host = to_host(metrics, f"warm-start step {step}")
+        seconds = time.perf_counter() - start
+        tokens = int(batch.prompt_lengths.sum() + batch.completion_lengths.sum())
+        rate = {"learning_rate": float(self.schedule(step)), "tokens": tokens}
+        return {**host, **rate, "time/step": seconds, "time/tokens_per_s": tokens / seconds}
+
+
+class GroupRL:
+    """Sample groups, score them, take `num_iterations` gradient steps on them. Or take groups sampled elsewhere."""
+
+    name = "rl"
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        model: ModelConfig,
+        task: Any,
+        reward_fn: Callable[[Mapping[str, Any], str], float] | None,
+        objective: replay.Objective | ObjectiveFn,
+        key: Array,
+        ref_params: Params | None = None,
+    ):
+        fields = config.rl
+        self.config, self.task, self.reward_fn, self.ref_params = config, task, reward_fn, ref_params
+        self.steps, self.seed, self.iterations = fields.steps, config.seed, fields.num_iterations
+        self.key = jax.random.fold_in(key, SAMPLE_STREAM)
+        self.offline = not hasattr(task, "example")
+        updates = fields.steps * fields.num_iterations
+        self.schedule = make_schedule(fields.optimizer, updates)
+        self.optimizer = make_optimizer(fields.optimizer, updates)
+        options = replay_options(config, temperature=fields.temperature)
+        self.update = make_update(objective, model, self.optimizer, **options)
+        shared = {k: options[k] for k in ("chunk_size", "branch_batch", "temperature")}
+        self.score = jax.jit(replay.per_token_logps(model, **shared))
+        self.old_logps = fields.old_logps
+        if self.old_logps == "auto":
+            self.old_logps = "none" if fields.num_iterations == 1 else "score" if self.offline else "sampler"
+        if self.offline:
+            if self.old_logps == "sampler":
+                raise ValueError(
+                    'config.rl.old_logps is "sampler", but groups sampled elsewhere have none; use "score"'
+                )
+            return
+        self.sample = make_sampler(
+            model,
+            num_generations=fields.num_generations,
+            max_response=fields.max_response,
+            temperature=fields.temperature,
+            top_p=fields.top_p,
+            stop_ids=task.tokenizer.stop_ids,
+            chunk_size=config.replay.chunk_size,
+        )
+
+    def step(self, state: State, step: int) -> dict[str, float]:
+        """Changes `state`; returns metrics."""
+        start = time.perf_counter()
+        batch, metrics = self._offline(state) if self.offline else self._sampled(state, step)
+        state.position += self.config.rl.num_prompts
+        sampled = time.perf_counter()
+        batch = self._add_logps(state.params, batch)
+        for i in range(self.iterations):
+            state.params, state.opt_state, device = self.update(state.params, state.opt_state, batch)
+            update = step * self.iterations + i
+            last = to_host(device, f"RL step {step}" + (f", iteration {i}" if self.iterations > 1 else ""))
+        now = time.perf_counter()
+        metrics |= {**last, "learning_rate": float(self.schedule(update))}
+        times = {"time/step": now - start, "time/sample": sampled - start, "time/update": now - sampled}
+        return {**metrics, **times, "time/tokens_per_s": metrics["tokens"] / (now - start)}
+
+    def _sampled(self, state: State, step: int) -> tuple[replay.Batch, dict[str, float]]:
+        fields = self.config.rl
+        chosen = data.indices(self.task.size("train"), self.seed, state.position, fields.num_prompts)
+        examples = [self.task.example("train", int(i)) for i in chosen]
+        key = jax.random.fold_in(self.key, step)
+        assert self.reward_fn is not None
+        out = roll_out(self.task, self.reward_fn, self.sample, state.params, examples, fields.max_prompt, key)
+        advantages = rl.group_advantages(out.rewards, out.batch.group_sizes, fields.advantage_scale)
+        old = out.logps if self.old_logps == "sampler" else None
+        return out.batch.replace(advantages=advantages, old_per_token_logps=old), out.metrics()
+
+    def _offline(self, state: State) -> tuple[replay.Batch, dict[str, float]]:
+        fields = self.config.rl
+        chosen = data.indices(len(self.task), self.seed, state.position, fields.num_prompts)
+        batch = data.make_batch(
+            [self.task[int(i)] for i in chosen],
+            max_prompt=fields.max_prompt,
+            max_response=fields.max_response,
+            num_groups=fields.num_prompts,
+            num_branches=fields.num_generations,
+        )
+        metrics: dict[str, float] = {"tokens": int(batch.prompt_lengths.sum() + batch.completion_lengths.sum())}
+        if batch.rewards is not None:
+            exists = np.arange(fields.num_generations) < batch.group_sizes[:, None]
+            metrics["reward"] = float(batch.rewards[exists].mean())
+            if batch.advantages is None:
+                advantages = rl.group_advantages(batch.rewards, batch.group_sizes, fields.advantage_scale)
+                batch = batch.replace(advantages=advantages)
+        if fields.old_logps == "none":
+            batch = batch.replace(old_per_token_logps=None)
+        return batch, metrics
+
+    def _add_logps(self, params: Params, batch: replay.Batch) -> replay.Batch:
+        if self.old_logps == "score" and (batch.old_per_token_logps is None or not self.offline):
+            batch = batch.replace(old_per_token_logps=self.score(params, batch)[0])
+        if self.ref_params is not None and batch.ref_per_token_logps is None:
+            batch = batch.replace(ref_per_token_logps=self.score(self.ref_params, batch)[0])
+        return batch
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation, position: int) -> State:
+    return State(params, jax.jit(optimizer.init)(params), position)
+
+
+def abstract_state(params: Any, optimizer: optax.GradientTransformation, key: Array) -> dict[str, Any]:
+    """The tree a checkpoint holds, as `jax.ShapeDtypeStruct`s."""
+    return {
+        "params": params,
+        "opt_state": jax.eval_shape(optimizer.init, params),
+        "key": jax.eval_shape(jnp.asarray, key),
+    }

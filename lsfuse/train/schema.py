@@ -1,0 +1,181 @@
+"""Every field of a config: default, allowed types, what it means. Config files only set values.
+
+A field that may be of several types, or None, is stored so that the command line takes any of them
+(`--config.replay.prefix_grad=4`, `=stop`, `--config.rl.old_logps=none`).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict, config_dict
+
+from lsfuse.model import REMAT_POLICIES
+from lsfuse.rl import LOSS_AGG_MODES
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """default; help; types allowed beyond the default's own; valid values; inclusive bounds of numbers."""
+
+    default: Any
+    help: str
+    types: tuple[type, ...] = ()
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+
+    @property
+    def allowed(self) -> tuple[type, ...]:
+        return tuple(dict.fromkeys((type(self.default), *self.types)))
+
+
+_NONE = type(None)
+
+
+def _optimizer(learning_rate: float) -> dict[str, Field]:
+    return {
+        "name": Field("adamw", "which optimizer", choices=("adamw", "adam", "sgd")),
+        "learning_rate": Field(learning_rate, "peak learning rate", minimum=0),
+        "schedule": Field("constant", "after the warmup", choices=("constant", "linear", "cosine")),
+        "warmup_steps": Field(0, "steps over which the learning rate rises from 0", minimum=0),
+        "b1": Field(0.9, "decay of Adam's first moment; momentum of sgd", minimum=0, maximum=1),
+        "b2": Field(0.95, "decay of Adam's second moment", minimum=0, maximum=1),
+        "eps": Field(1e-8, "Adam's epsilon", minimum=0),
+        "weight_decay": Field(0.0, "adamw only; norms and biases are left out", minimum=0),
+        "clip_norm": Field(1.0, "largest global gradient norm; None does not clip", (_NONE,), minimum=0),
+    }
+
+
+SCHEMA: dict[str, Any] = {
+    "seed": Field(0, "of everything random: parameters, order of examples, sampling", minimum=0),
+    "dtype": Field(
+        "float32", "of the parameters and all that follows them", choices=("float32", "bfloat16", "float16")
+    ),
+    "model": {
+        "path": Field(
+            None, "folder (or hub id) in Hugging Face layout; None: random parameters, shapes as below", (str,)
+        ),
+        "hidden_size": Field(128, "D", minimum=1),
+        "num_blocks": Field(2, "blocks, all alike", minimum=1),
+        "num_heads": Field(4, "query heads", minimum=1),
+        "num_kv_heads": Field(2, "key and value heads", minimum=1),
+        "head_dim": Field(32, "H, even", minimum=2),
+        "ffn_width": Field(384, "hidden channels of the gated FFN", minimum=0),
+        "max_position_embeddings": Field(2048, "longest prompt and response together", minimum=1),
+        "rope_theta": Field(10000.0, "base of the rotary frequencies", minimum=1),
+        "tie_word_embeddings": Field(True, "whether the head is the embedding's transpose"),
+    },
+    "task": {
+        "name": Field("retrieval", "where prompts and rewards come from", choices=("retrieval", "gsm8k", "groups")),
+        "retrieval": {
+            "prompt_length": Field(512, "tokens of a prompt", minimum=1),
+            "min_prompt_length": Field(None, "shortest prompt; None: all have prompt_length", (int,), minimum=1),
+            "num_pairs": Field(8, "key-value pairs in a prompt", minimum=1),
+            "answer_length": Field(3, "symbols of a value", minimum=1),
+            "num_keys": Field(16, "alphabet of keys", minimum=1),
+            "num_values": Field(32, "alphabet of values", minimum=1),
+            "num_fillers": Field(8, "alphabet of fillers", minimum=1),
+            "distinct_values": Field(True, "no value symbol twice in a prompt"),
+            "num_queries": Field(None, "questions in a supervised target; None: as many as there are pairs", (int,)),
+        },
+        "gsm8k": {
+            "train_path": Field(None, "jsonl with question and answer", (str,)),
+            "eval_path": Field(None, "jsonl of held-out problems", (str,)),
+            "num_shots": Field(8, "solved problems before the question", minimum=0),
+            "prompt_style": Field("plain", "how the shots are written", choices=("plain", "chat")),
+            "long_prompts": Field("error", "what to do with prompts over max_prompt", choices=("error", "drop")),
+        },
+        "groups": {
+            "path": Field(None, "jsonl of groups sampled elsewhere: prompt, responses, rewards, …", (str,)),
+            "append_stop": Field(False, "whether responses given as text end with the stop token"),
+        },
+    },
+    "rl": {
+        "steps": Field(100, "gradient steps on fresh groups", minimum=0),
+        "num_prompts": Field(1, "B, groups a step", minimum=1),
+        "num_generations": Field(8, "G, responses a prompt", minimum=1),
+        "max_prompt": Field(512, "P, longest prompt: a shape, fixed for the run", minimum=1),
+        "max_response": Field(16, "R, longest response: a shape, fixed for the run", minimum=1),
+        "temperature": Field(1.0, "of sampling and of every log-prob in the objective"),
+        "top_p": Field(1.0, "nucleus sampling; 1 is off", minimum=0, maximum=1),
+        "num_iterations": Field(1, "updates on each batch of groups", minimum=1),
+        "old_logps": Field(
+            "auto",
+            "log-probs of the sampling policy: none (on-policy, ratio 1), the sampler's own, or a scoring pass; auto:"
+            " none for one iteration, else sampler",
+            choices=("auto", "none", "sampler", "score"),
+        ),
+        "advantage_scale": Field("std", "whether advantages are divided by the group's std", choices=("std", "none")),
+        "objective": {
+            "name": Field("grpo", "what a step minimises", choices=("grpo", "gspo", "dpo", "reinforce")),
+            # None: the default of the objective's factory in `lsfuse.rl`.
+            "epsilon": Field(None, "clip range below 1 (grpo, gspo)", (float,)),
+            "epsilon_high": Field(None, "clip range above 1 (grpo, gspo)", (float,)),
+            "beta": Field(None, "weight of the KL to the reference (grpo, gspo); dpo's beta", (float,), minimum=0),
+            "kl": Field(None, "estimator of that KL (grpo, gspo)", (str,), choices=("k1", "k3")),
+            "loss_agg_mode": Field(None, "how tokens are averaged (all but dpo)", (str,), choices=LOSS_AGG_MODES),
+        },
+        "optimizer": _optimizer(1e-4),
+    },
+    "warm_start": {
+        "steps": Field(0, "supervised steps before RL, on the task's own targets; 0: none", minimum=0),
+        "num_prompts": Field(8, "targets a step", minimum=1),
+        "max_response": Field(64, "longest target, in tokens", minimum=1),
+        "prompt_lengths": Field((), "retrieval: prompt length of equal shares of the steps; (): prompt_length"),
+        "optimizer": _optimizer(1e-3),
+    },
+    "replay": {
+        "prefix_grad": Field("exact", '"exact", "stop", or how many prompt tokens carry gradient', (int,)),
+        "chunk_size": Field(512, "prompt tokens run at a time", minimum=1),
+        "branch_batch": Field(None, "branches run at a time; None: about a chunk's worth", (int,), minimum=1),
+        "remat_policy": Field("everything_saveable", "what is saved for the backward", choices=tuple(REMAT_POLICIES)),
+        "prefix_activations": Field(
+            "auto", "keep or recompute the prompt's; auto: by memory_budget", choices=("auto", "keep", "recompute")
+        ),
+        "memory_budget": Field(None, "bytes for kept activations; None: half of the memory", (int,), minimum=0),
+    },
+    "eval": {
+        "every": Field(50, "RL steps between evaluations; 0: only before and after", minimum=0),
+        "num_prompts": Field(32, "held-out prompts", minimum=1),
+        "num_generations": Field(1, "responses a held-out prompt", minimum=1),
+        "temperature": Field(1.0, "of sampling; 0 takes the likeliest token", minimum=0),
+        "top_p": Field(1.0, "nucleus sampling; 1 is off", minimum=0, maximum=1),
+        "samples": Field(4, "responses written to samples.jsonl at each evaluation", minimum=0),
+    },
+    "checkpoint": {
+        "every": Field(50, "steps between checkpoints; 0: only at the ends of the two phases", minimum=0),
+        "keep": Field(3, "how many to keep", minimum=1),
+    },
+    "report": {
+        "compare_dense": Field(False, "at the end, measure one step against its dense twin"),
+        "parameter_change": Field(False, "at the end, how far RL moved each parameter"),
+    },
+}
+
+
+def default_config() -> ConfigDict:
+    """All fields at their defaults, locked: a misspelt field raises, naming the nearest one."""
+    return _build(SCHEMA).lock()
+
+
+def _build(schema: Mapping[str, Any]) -> ConfigDict:
+    config = ConfigDict()
+    for name, field in schema.items():
+        if isinstance(field, Field):
+            several = len(field.allowed) > 1
+            config[name] = config_dict.FieldReference(field.default, field_type=object) if several else field.default
+        else:
+            config[name] = _build(field)
+    return config
+
+
+def fields(schema: Mapping[str, Any] = SCHEMA, prefix: str = "") -> dict[str, Field]:
+    """Dotted name -> field."""
+    flat: dict[str, Field] = {}
+    for name, field in schema.items():
+        if isinstance(field, Field):
+            flat[prefix + name] = field
+        else:
+            flat |= fields(field, f"{prefix}{name}.")
+    return flat

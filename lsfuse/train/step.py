@@ -1,0 +1,61 @@
+"""One gradient step as a pure, jitted function."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lsfuse import replay
+from lsfuse.model import ModelConfig
+from lsfuse.replay.objective import ObjectiveFn
+from lsfuse.types import Array, Params
+
+# (params, opt_state, batch) -> (params, opt_state, metrics); the first two are donated.
+UpdateFn = Callable[[Params, Any, replay.Batch], tuple[Params, Any, dict[str, Array]]]
+
+
+def make_update(
+    objective: replay.Objective | ObjectiveFn,
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    **options: Any,
+) -> UpdateFn:
+    """A jitted step: loss and gradient by branch replay, then the optimizer.
+
+    Parameters and optimizer state are donated: use only what is returned. Lengths are data, so one compilation serves
+    every batch of equal padded shapes. metrics: "loss", "grad_norm", "update_norm", "param_norm" (all global, float32
+    or wider) and the objective's.
+
+    options: of `replay.value_and_grad`.
+    """
+    grad_fn = replay.value_and_grad(objective, model, **options)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(params: Params, opt_state: Any, batch: replay.Batch) -> tuple[Params, Any, dict[str, Array]]:
+        (loss, metrics), grads = grad_fn(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates)
+        norms = {"grad_norm": grads, "update_norm": updates, "param_norm": new}
+        return new, opt_state, {"loss": loss, **{k: _norm(v) for k, v in norms.items()}, **metrics}
+
+    return update
+
+
+def _norm(tree: Any) -> Array:
+    squares = (jnp.sum(jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32)))) for x in jax.tree.leaves(tree))
+    return jnp.sqrt(sum(squares, jnp.float32(0)))
+
+
+def to_host(metrics: dict[str, Array], where: str) -> dict[str, float]:
+    """Metrics as floats. Raises FloatingPointError, naming step and metric, where loss or gradient is not finite."""
+    host = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    for name in ("loss", "grad_norm"):
+        if not jnp.isfinite(host[name]):
+            raise FloatingPointError(
+                f"{where}: {name} is {host[name]}. A smaller learning rate, or clipping (optimizer.clip_norm), is the"
+                " usual cure; the last checkpoint is from before"
+            )
+    return host
