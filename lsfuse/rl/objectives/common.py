@@ -1,0 +1,158 @@
+"""Parts that objectives share: weights, ratios, KL estimates, metrics, checks.
+
+Rule of this file: select before computing. A masked position may hold NaN or -inf, and `where(mask, f(x), 0)` would
+still give it the gradient 0 · f'(NaN) = NaN; `f(where(mask, x, 0))` does not.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from lsfuse.replay.batch import Batch
+from lsfuse.replay.objective import masked_mean
+from lsfuse.types import Array
+
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+KL_KINDS = ("k1", "k3")
+
+
+def token_weights(batch: Batch, loss_agg_mode: str) -> Array:
+    """Weights [B, G, R] in the default float dtype, global over the batch: loss = Σ weight · per-token loss.
+
+    "token-mean": every loss token of the batch weighs the same (DAPO, arXiv 2503.14476, eq. 8).
+    "seq-mean-token-mean": mean over responses of the mean over a response's loss tokens (DeepSeekMath eq. 3).
+    "seq-mean-token-sum": mean over responses of the sum over a response's loss tokens.
+
+    A response without loss tokens counts as a response (its share is 0), padding branches do not count. All weights
+    are 0 if nothing carries loss.
+    """
+    _check_choice("loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES)
+    dtype = jnp.result_type(float)
+    mask = batch.loss_mask.astype(dtype)
+    if loss_agg_mode == "token-mean":
+        return mask / jnp.maximum(jnp.sum(mask), 1)
+    responses = jnp.maximum(jnp.sum(batch.branch_mask.astype(dtype)), 1)
+    if loss_agg_mode == "seq-mean-token-sum":
+        return mask / responses
+    return mask / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1) / responses
+
+
+def prepare_weights(loss_agg_mode: str, name: str, needs: tuple[str, ...] = ()):
+    """A `prepare`: batch -> batch with `loss_weights`, after checking that the fields in `needs` are there.
+
+    Weights that are already set stay as they are: whoever splits a batch by hand prepares it first, as a whole.
+    """
+    _check_choice("loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES)
+
+    def prepare(batch: Batch) -> Batch:
+        require(batch, name, needs)
+        if batch.loss_weights is not None:
+            return batch
+        return batch.replace(loss_weights=token_weights(batch, loss_agg_mode))
+
+    return prepare
+
+
+_HINTS = {
+    "advantages": "compute them from the rewards with `group_advantages` and set batch.advantages",
+    "old_per_token_logps": "score the responses with `replay.per_token_logps` before the first update",
+    "ref_per_token_logps": "score the responses under the reference parameters with `replay.per_token_logps`"
+    " (or set beta=0 if no reference is wanted)",
+}
+
+
+def require(batch: Batch, name: str, needs: tuple[str, ...]) -> None:
+    """Raises ValueError naming the first field in `needs` that is None or whose shape disagrees with the batch."""
+    shape = tuple(batch.completion_ids.shape)
+    for field in needs:
+        if getattr(batch, field) is None:
+            raise ValueError(f"{name} needs batch.{field}, which is None: {_HINTS[field]}")
+    for field in ("advantages", "old_per_token_logps", "ref_per_token_logps", "loss_weights"):
+        value = getattr(batch, field)
+        allowed = (shape[:2], shape) if field == "advantages" else (shape,)
+        if value is not None and tuple(value.shape) not in allowed:
+            raise ValueError(
+                f"{name}: batch.{field} has shape {tuple(value.shape)}, but completion_ids {shape} asks for"
+                f" {' or '.join(map(str, allowed))}"
+            )
+
+
+def log_ratio(per_token_logps: Array, old_per_token_logps: Array | None, mask: Array) -> Array:
+    """log π(token) - log π_old(token), [B, G, R], exactly 0 where masked.
+
+    Without old log-probs the policy is the old policy: the ratio is exactly 1 and its gradient is ∇ log π, as in TRL
+    and Tunix.
+    """
+    logps = jnp.where(mask, per_token_logps, 0.0)
+    if old_per_token_logps is None:
+        return logps - jax.lax.stop_gradient(logps)
+    return logps - jnp.where(mask, old_per_token_logps, 0.0).astype(logps.dtype)
+
+
+def kl_estimate(per_token_logps: Array, ref_per_token_logps: Array, mask: Array, kind: str = "k3") -> Array:
+    """Per-token estimate of KL(π ‖ π_ref) from the sampled token, [B, G, R], 0 where masked.
+
+    Source: J. Schulman, "Approximating KL divergence" (2020). "k1": log π - log π_ref, unbiased, of either sign; as a
+    loss term its on-policy gradient has mean 0, so that it only adds noise unless it enters through the reward.
+    "k3": π_ref/π - 1 - log(π_ref/π), never negative (DeepSeekMath eq. 4); the one TRL uses.
+    """
+    _check_choice("kl", kind, KL_KINDS)
+    logps = jnp.where(mask, per_token_logps, 0.0)
+    delta = jnp.where(mask, ref_per_token_logps, 0.0).astype(logps.dtype) - logps
+    return -delta if kind == "k1" else jnp.expm1(delta) - delta
+
+
+def weighted_sum(batch: Batch, losses: Array) -> Array:
+    """Σ weight · loss in the dtype of `losses` ([B, G, R] or [B, G, 1])."""
+    return jnp.sum(batch.loss_weights.astype(losses.dtype) * losses)
+
+
+def per_token_advantages(batch: Batch, dtype) -> Array:
+    """Advantages [B, G, R] or [B, G, 1]; those of padding branches become 0, whatever they hold."""
+    advantages = batch.advantages.astype(dtype)
+    if advantages.ndim == 2:
+        return jnp.where(batch.branch_mask, advantages, 0.0)[..., None]
+    return jnp.where(batch.loss_mask, advantages, 0.0)
+
+
+def clipped_surrogate(ratio: Array, advantages: Array, epsilon: float, epsilon_high: float) -> Array:
+    """-min(ratio · A, clip(ratio, 1 - epsilon, 1 + epsilon_high) · A): PPO (arXiv 1707.06347) eq. 7, as a loss."""
+    clipped = jnp.clip(ratio, 1 - epsilon, 1 + epsilon_high)
+    return -jnp.minimum(ratio * advantages, clipped * advantages)
+
+
+def ratio_metrics(ratio: Array, advantages: Array, mask: Array, epsilon: float, epsilon_high: float) -> dict:
+    """Means over `mask`: the ratio, an estimate of KL(π_old ‖ π), and how often each clip bound cut the gradient."""
+    low = (ratio < 1 - epsilon) & (advantages < 0)
+    high = (ratio > 1 + epsilon_high) & (advantages > 0)
+    log_ratios = jnp.log(jnp.where(mask, ratio, 1.0))
+    return {
+        "ratio": masked_mean(ratio, mask),
+        "approx_kl": masked_mean(ratio - 1 - log_ratios, mask),
+        "clip_ratio/low": masked_mean(low.astype(ratio.dtype), mask),
+        "clip_ratio/high": masked_mean(high.astype(ratio.dtype), mask),
+    }
+
+
+def check_epsilon(name: str, epsilon: float, epsilon_high: float | None) -> float:
+    """The upper bound (epsilon if None); raises ValueError where a bound is no range around 1."""
+    epsilon_high = epsilon if epsilon_high is None else epsilon_high
+    for field, value in (("epsilon", epsilon), ("epsilon_high", epsilon_high)):
+        if not value > 0:
+            raise ValueError(f"{name}: {field} must be positive, got {value} (at 0 a ratio of 1 has no gradient)")
+    if epsilon > 1:
+        raise ValueError(f"{name}: epsilon must be at most 1 (ratios are positive), got {epsilon}")
+    return epsilon_high
+
+
+def check_beta(name: str, beta: float) -> None:
+    if not 0 <= beta < float("inf"):
+        raise ValueError(f"{name}: beta must be finite and not negative, got {beta}")
+
+
+def _check_choice(field: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ValueError(f"{field} {value!r} is unknown; valid: {', '.join(valid)}")
+
+
+def check_kl(kind: str) -> None:
+    _check_choice("kl", kind, KL_KINDS)

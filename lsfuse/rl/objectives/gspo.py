@@ -1,0 +1,60 @@
+"""GSPO: one clipped ratio per response."""
+
+import jax.numpy as jnp
+
+from lsfuse.replay.batch import Batch
+from lsfuse.replay.objective import Objective, masked_mean
+from lsfuse.rl.objectives import common
+from lsfuse.types import Array
+
+
+def sequence_ratio(log_ratios: Array, mask: Array) -> Array:
+    """exp of the *mean* log-ratio over a response's loss tokens, [B, G, 1] (GSPO eq. 7); 1 if it has none."""
+    count = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1).astype(log_ratios.dtype)
+    return jnp.exp(jnp.sum(jnp.where(mask, log_ratios, 0.0), axis=-1, keepdims=True) / count)
+
+
+def gspo(
+    epsilon: float = 3e-4,
+    epsilon_high: float | None = 4e-4,
+    beta: float = 0.0,
+    kl: str = "k3",
+    loss_agg_mode: str = "seq-mean-token-mean",
+) -> Objective:
+    """Mean over responses of -min(s A, clip(s, 1 - epsilon, 1 + epsilon_high) A), s = exp(mean log-ratio of tokens).
+
+    Source: GSPO (arXiv 2507.18071) eq. 5 and 7; the clip ranges are those of its experiments (TRL with
+    `importance_sampling_level="sequence"` keeps its 0.2; Tunix's `loss_algo="gspo-token"` 0.2). KL, if any, is per
+    token as in GRPO. With "seq-mean-token-mean" every response weighs the same (the paper's); the other modes weigh
+    it by its number of loss tokens.
+
+    Needs batch.advantages [B, G] (one per response); ref_per_token_logps if beta > 0; without old_per_token_logps the
+    batch is on-policy. Metrics as in `grpo`; "ratio" and the clip ratios are means over responses with loss tokens.
+    """
+    epsilon_high = common.check_epsilon("gspo", epsilon, epsilon_high)
+    common.check_beta("gspo", beta)
+    common.check_kl(kl)
+    needs = ("advantages", "ref_per_token_logps") if beta > 0 else ("advantages",)
+    prepare_weights = common.prepare_weights(loss_agg_mode, "gspo", needs)
+
+    def prepare(batch: Batch) -> Batch:
+        batch = prepare_weights(batch)
+        if batch.advantages.ndim != 2:
+            raise ValueError(f"gspo needs one advantage per response, [B, G]; got shape {batch.advantages.shape}")
+        return batch
+
+    def loss_fn(per_token_logps: Array, entropies: Array, batch: Batch) -> tuple[Array, dict]:
+        mask = batch.loss_mask
+        ratio = sequence_ratio(common.log_ratio(per_token_logps, batch.old_per_token_logps, mask), mask)
+        advantages = common.per_token_advantages(batch, ratio.dtype)
+        losses = common.clipped_surrogate(ratio, advantages, epsilon, epsilon_high)
+        has_loss = jnp.any(mask, axis=-1, keepdims=True)
+        metrics = common.ratio_metrics(ratio, advantages, has_loss, epsilon, epsilon_high)
+        if batch.ref_per_token_logps is not None:
+            kl_tokens = common.kl_estimate(per_token_logps, batch.ref_per_token_logps, mask, kl)
+            losses = losses + beta * kl_tokens if beta > 0 else losses
+            metrics["kl"] = masked_mean(kl_tokens, mask)
+        metrics["entropy"] = masked_mean(entropies, mask)
+        return common.weighted_sum(batch, losses), metrics
+
+    return Objective(loss_fn, "branch", prepare, "gspo")
