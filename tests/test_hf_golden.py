@@ -4,6 +4,7 @@ tests/golden/make_golden.py made the files; this needs no torch. float32 is comp
 with its float32 casts taken out.
 """
 
+import dataclasses
 import json
 import pathlib
 
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 
 from lsfuse.io import load_hf, save_hf
+from lsfuse.io.hf_config import config_from_hf
 from lsfuse.io.hf_names import tensor_specs
-from lsfuse.io.hf_safetensors import read_rows
+from lsfuse.io.hf_safetensors import read_header, read_rows
 from lsfuse.model import forward, logits
 
 GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
@@ -81,14 +83,10 @@ def test_float64_agrees_with_transformers_without_its_float32_casts(name, x64):
     compare(name, 64)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["linear_rope", "llama3_rope"])
 def test_rope_scaling_acts(name, x64):
-    """What the golden values would miss if the scaling did nothing at these positions."""
-    import dataclasses
-
+    """The golden values would prove nothing about a scaling that does nothing at these positions."""
     config, params = load_hf(GOLDEN / name, dtype=jnp.float64)
-    if config.rope_scaling is None:
-        return
     with np.load(GOLDEN / name / "golden.npz") as golden:
         ids, want = jnp.asarray(golden["ids"]), golden["logits64"]
     plain = dataclasses.replace(config, rope_scaling=None)
@@ -103,8 +101,8 @@ def test_export_of_the_import_is_the_original(name, tmp_path):
     again, copy = load_hf(tmp_path / "copy")
     assert again == config
     jax.tree.map(np.testing.assert_array_equal, params, copy)
-    kept = {t.name: t for f in (GOLDEN / name).glob("*.safetensors") for t in _header(f).values()}
-    made = {t.name: t for f in (tmp_path / "copy").glob("*.safetensors") for t in _header(f).values()}
+    kept = {t.name: t for f in (GOLDEN / name).glob("*.safetensors") for t in read_header(f).values()}
+    made = {t.name: t for f in (tmp_path / "copy").glob("*.safetensors") for t in read_header(f).values()}
     assert kept.keys() == made.keys()
     for key, old in kept.items():
         new = made[key]
@@ -115,8 +113,6 @@ def test_export_of_the_import_is_the_original(name, tmp_path):
 @pytest.mark.parametrize("name", ["llama3_rope", "linear_rope", "llama_sharded"])
 def test_both_spellings_of_rope_give_the_same_configuration(name, tmp_path):
     raw = json.loads((GOLDEN / name / "config.json").read_text())
-    from lsfuse.io.hf_config import config_from_hf
-
     config = config_from_hf(raw)
     theta = (raw.get("rope_parameters") or {}).get("rope_theta", raw.get("rope_theta", 10000.0))
     scaling = raw.pop("rope_scaling", None) or raw.pop("rope_parameters", None)
@@ -125,9 +121,3 @@ def test_both_spellings_of_rope_give_the_same_configuration(name, tmp_path):
     newer = raw | {"rope_parameters": scaling | {"rope_theta": theta}}
     older = raw | {"rope_scaling": {k: v for k, v in scaling.items() if k != "rope_theta"}, "rope_theta": theta}
     assert config_from_hf(newer) == config_from_hf(older) == config
-
-
-def _header(file):
-    from lsfuse.io.hf_safetensors import read_header
-
-    return read_header(file)

@@ -73,7 +73,8 @@ def _from_family(raw: Mapping[str, Any]) -> ModelConfig:
     activation = raw.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"hidden_act {activation!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
-    theta, scaling = _rope(raw)
+    length = _integer(raw, "max_position_embeddings", _DEFAULTS[family]["max_position_embeddings"])
+    theta, scaling = _rope(raw, length)
     bias = bool(raw.get("attention_bias", False)) if family == "llama" else False
     defaults = _DEFAULTS[family]
     return ModelConfig(
@@ -86,7 +87,7 @@ def _from_family(raw: Mapping[str, Any]) -> ModelConfig:
             _integer(raw, "num_key_value_heads", heads),
             _integer(raw, "intermediate_size"),
         ),
-        max_position_embeddings=_integer(raw, "max_position_embeddings", defaults["max_position_embeddings"]),
+        max_position_embeddings=length,
         rope_theta=theta,
         rope_scaling=scaling,
         rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
@@ -144,7 +145,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: str) -> None:
         )
 
 
-def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def _rope(raw: Mapping[str, Any], length: int) -> tuple[float, RopeScaling | None]:
     """(theta, scaling) from `rope_scaling` + `rope_theta` or from the newer `rope_parameters`; as in transformers the
     dict that is not null counts, and what it says of theta goes before the key beside it."""
     older, newer = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
@@ -166,7 +167,7 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         return theta, RopeScaling("linear", _number(rope, "factor"))
     if kind == "llama3":
         key = "original_max_position_embeddings"
-        original = _integer({key: raw.get(key) or rope.get(key) or raw.get("max_position_embeddings")}, key)
+        original = _integer({key: raw.get(key) or rope.get(key) or length}, key)
         factors = (_number(rope, f) for f in ("factor", "low_freq_factor", "high_freq_factor"))
         return theta, RopeScaling("llama3", *factors, original)
     raise ValueError(f"rope type {kind!r} is not supported; supported: default, linear, llama3")

@@ -217,10 +217,13 @@ def _fill(leaf: Array, spec: TensorSpec, info: TensorInfo) -> Array:
         rows = cast(read_rows(info, start, stop), dtype, f"{info.name} in {info.file}")
         piece = transpose(rows) if spec.transposed else rows
         # Waiting bounds the pieces in flight to one.
-        leaf = _write(leaf, piece.reshape(spec.extent(stop - start)), spec.start(start)).block_until_ready()
+        bits = piece.view(f"u{dtype.itemsize}").reshape(spec.extent(stop - start))
+        leaf = _write(leaf, bits, spec.start(start)).block_until_ready()
     return leaf
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _write(leaf: Array, piece: Array, start: tuple[Array, ...]) -> Array:
-    return lax.dynamic_update_slice(leaf, piece, start)
+    # As integers: some compilers widen bfloat16 on the way, which changes signalling NaNs.
+    bits = lax.dynamic_update_slice(lax.bitcast_convert_type(leaf, piece.dtype), piece, start)
+    return lax.bitcast_convert_type(bits, leaf.dtype)

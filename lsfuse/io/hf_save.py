@@ -206,15 +206,17 @@ def _rows(leaf: Array | np.ndarray, spec: TensorSpec, dtype: np.dtype) -> Iterat
         if isinstance(leaf, np.ndarray):
             piece = leaf[tuple(slice(a, a + n) for a, n in zip(spec.start(start), extent, strict=True))]
         else:
-            piece = np.asarray(_read(leaf, spec.start(start), extent))
+            piece = np.asarray(_read_bits(leaf, spec.start(start), extent)).view(leaf.dtype)
         piece = piece.reshape(extent[len(extent) - len(spec.shape) :])
         piece = cast(piece, dtype, spec.name)
         yield transpose(piece) if spec.transposed else piece
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _read(leaf: Array, start: tuple[Array, ...], extent: tuple[int, ...]) -> Array:
-    return lax.dynamic_slice(leaf, start, extent)
+def _read_bits(leaf: Array, start: tuple[Array, ...], extent: tuple[int, ...]) -> Array:
+    # As integers: some compilers widen bfloat16 on the way, which changes signalling NaNs.
+    bits = lax.bitcast_convert_type(leaf, jnp.dtype(f"u{leaf.dtype.itemsize}"))
+    return lax.dynamic_slice(bits, start, extent)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
