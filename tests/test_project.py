@@ -53,3 +53,14 @@ def test_version_is_stated_once_alike():
     stated = re.search(r'^__version__ = "(.+)"$', (ROOT / "lsfuse/__init__.py").read_text(), re.MULTILINE)
     assert stated is not None and stated[1] == project["version"]
     assert f"## {project['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_readme_s_example_runs():
+    example = re.search(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert example is not None
+    names: dict = {}
+    exec(example[1], names)
+    jax, jnp = names["jax"], names["jnp"]
+    assert jnp.isfinite(names["loss"])
+    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(names["grads"]))
+    assert any((g != 0).any() for g in jax.tree.leaves(names["grads"]))

@@ -77,10 +77,15 @@ def _from_row_tiles(x: Array, shape: tuple[int, ...], num_kv_heads: int) -> Arra
     return jnp.moveaxis(x.reshape(num_kv_heads, b * t, g, *rest), 0, 1).reshape(shape)
 
 
+def _corner(layer, position) -> tuple[Array, ...]:
+    """Index of (layer, position) in a buffer [L, K, P, H]; one integer type, whatever types lengths come in."""
+    return tuple(jnp.asarray(i, jnp.int32) for i in (layer, 0, position, 0))
+
+
 def _prefix_tile(k: Array, v: Array, layer, start, j, tile: int, lo, hi):
     """Keys and values [K, tile, H] of tile j of [lo, hi), zero outside, and their mask [tile]. `start`: clamped."""
-    kt = lax.dynamic_slice(k, (layer, 0, start, 0), (1, k.shape[1], tile, k.shape[3]))[0]
-    vt = lax.dynamic_slice(v, (layer, 0, start, 0), (1, v.shape[1], tile, v.shape[3]))[0]
+    kt = lax.dynamic_slice(k, _corner(layer, start), (1, k.shape[1], tile, k.shape[3]))[0]
+    vt = lax.dynamic_slice(v, _corner(layer, start), (1, v.shape[1], tile, v.shape[3]))[0]
     keys = start + jnp.arange(tile)
     mask = (keys >= lo + j * tile) & (keys < hi)
     return jnp.where(mask[:, None], kt, 0), jnp.where(mask[:, None], vt, 0), mask
@@ -152,8 +157,8 @@ def prefix_backward(q, k, v, layer, lo, hi, do, lse, delta, dk=None, dv=None):
 
 
 def _add_tile(buffer: Array, tile: Array, layer, at) -> Array:
-    old = lax.dynamic_slice(buffer, (layer, 0, at, 0), (1, *tile.shape))
-    return lax.dynamic_update_slice(buffer, old + tile[None].astype(buffer.dtype), (layer, 0, at, 0))
+    old = lax.dynamic_slice(buffer, _corner(layer, at), (1, *tile.shape))
+    return lax.dynamic_update_slice(buffer, old + tile[None].astype(buffer.dtype), _corner(layer, at))
 
 
 # --- the own part: causal with an offset, each branch against itself ------------------------------------------------

@@ -37,11 +37,16 @@ def init_state(config: ModelConfig, size: int, dtype) -> PrefixState:
     )
 
 
+def _corner(layer: Array | int, position: Array) -> tuple[Array, ...]:
+    """Index of (layer, position) in a buffer [layers, K, size, H]; one integer type, whatever types lengths come in."""
+    return tuple(jnp.asarray(i, jnp.int32) for i in (layer, 0, position, 0))
+
+
 def write_state(state: PrefixState, run: str, first: int, k: Array, v: Array, at: Array) -> PrefixState:
     """Puts keys and values [layers, K, C, H] of blocks `first` … of a run at token position `at`."""
 
     def put(buffer, new):
-        return lax.dynamic_update_slice(buffer, new.astype(buffer.dtype), (first, 0, at, 0))
+        return lax.dynamic_update_slice(buffer, new.astype(buffer.dtype), _corner(first, at))
 
     return PrefixState({**state.k, run: put(state.k[run], k)}, {**state.v, run: put(state.v[run], v)})
 
@@ -50,6 +55,6 @@ def read_state(state: PrefixState, run: str, layer: Array | int, at: Array, coun
     """Keys and values [1, K, count, H] of one block from token position `at`."""
 
     def get(buffer):
-        return lax.dynamic_slice(buffer, (layer, 0, at, 0), (1, buffer.shape[1], count, buffer.shape[3]))
+        return lax.dynamic_slice(buffer, _corner(layer, at), (1, buffer.shape[1], count, buffer.shape[3]))
 
     return get(state.k[run]), get(state.v[run])
