@@ -132,8 +132,6 @@ class Tokenizer:
 
         Raises ValueError without a template, or where the template refuses the conversation.
         """
-        import jinja2
-
         if template is None:
             template = "tool_use" if tools and "tool_use" in self._templates else "default"
         if template not in self._templates:
@@ -145,7 +143,7 @@ class Tokenizer:
         values["add_generation_prompt"] = add_generation_prompt
         try:
             return _environment().from_string(self._templates[template]).render(**values)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # whatever the template's code does with these messages
             raise ValueError(f"chat template {template!r} does not accept the conversation: {error}") from error
 
     def _named(self, role: str) -> tuple[int, ...]:
