@@ -11,17 +11,17 @@ from lsfuse.replay.batch import Batch
 from lsfuse.rl import dpo, grpo, gspo, kl_estimate, log_ratio, nll, reinforce, token_weights
 from lsfuse.rl.objectives.gspo import sequence_ratio
 
-FACTORIES = {
-    "grpo": functools.partial(grpo, beta=0.3),
-    "grpo clip-higher k1": functools.partial(grpo, epsilon_high=0.28, beta=0.3, kl="k1", loss_agg_mode="token-mean"),
-    "gspo": functools.partial(gspo, epsilon=0.02, epsilon_high=0.05, beta=0.2, loss_agg_mode="seq-mean-token-sum"),
-    "reinforce": reinforce,
-    "nll": nll,
-    "dpo": dpo,
+OBJECTIVES = {
+    "grpo": grpo(beta=0.3),
+    "grpo clip-higher k1": grpo(epsilon_high=0.28, beta=0.3, kl="k1", loss_agg_mode="token-mean"),
+    "gspo": gspo(epsilon=0.02, epsilon_high=0.05, beta=0.2, loss_agg_mode="seq-mean-token-sum"),
+    "reinforce": reinforce(),
+    "nll": nll(),
+    "dpo": dpo(),
 }
 
 
-def make_batch(seed=0, lengths=((5, 3, 1, 4), (2, 6, 0, 0)), group_sizes=(4, 2), dtype=np.float64, old=True):
+def make_batch(seed=0, lengths=((5, 3, 1, 4), (2, 6, 0, 0)), group_sizes=(4, 2), dtype=np.float32, old=True):
     """A ragged batch of log-probs near each other: (per_token_logps, entropies, batch), with some masked tokens."""
     rng = np.random.default_rng(seed)
     lengths = np.array(lengths)
@@ -64,10 +64,13 @@ def single(logps, old=None, ref=None, mask=None, advantages=1.0):
 
 def run(objective, logps, entropies, batch):
     """(loss, metrics, gradient of the log-probs), prepared."""
-    batch = objective.prepare(batch)
-    fn = jax.value_and_grad(lambda x: objective(x, entropies, batch), has_aux=True)
-    (loss, metrics), grad = fn(jnp.asarray(logps))
+    (loss, metrics), grad = jitted(objective)(jnp.asarray(logps), entropies, objective.prepare(batch))
     return loss, metrics, grad
+
+
+@functools.lru_cache
+def jitted(objective):
+    return jax.jit(jax.value_and_grad(objective, has_aux=True))
 
 
 # --- hand-computed ----------------------------------------------------------------------------------------------------
@@ -104,7 +107,7 @@ def test_kl_estimates(x64):
 def test_loss_aggregation(x64):
     """Rows of length 1 (per-token loss 1) and 3 (loss 0): 0.25 over tokens, 0.5 over rows; sums: (1 + 0) / 2."""
     logps = np.array([[[-1.0, 0, 0], [0.0, 0, 0]]])
-    _, entropies, batch = make_batch(lengths=((1, 3),), group_sizes=(2,))
+    _, entropies, batch = make_batch(dtype=np.float64, lengths=((1, 3),), group_sizes=(2,))
     batch = batch.replace(completion_mask=np.ones((1, 2, 3)), completion_ids=np.ones((1, 2, 3), np.int32))
     batch = batch.replace(advantages=None, old_per_token_logps=None, ref_per_token_logps=None)
     for mode, value in (("token-mean", 0.25), ("seq-mean-token-mean", 0.5), ("seq-mean-token-sum", 0.5)):
@@ -135,7 +138,7 @@ def test_clipping(x64, factory, log_ratios, advantage, loss, grad):
 
 def test_dpo_by_hand(x64):
     """beta .5; log-ratios to the reference: chosen .4 + .2, rejected -.1: margin .35, loss -ln σ(.35) = .533382."""
-    logps, entropies, batch = make_batch(lengths=((2, 1),), group_sizes=(2,))
+    logps, entropies, batch = make_batch(dtype=np.float64, lengths=((2, 1),), group_sizes=(2,))
     delta = np.array([[[0.4, 0.2, 9, 9, 9, 9], [-0.1, 9, 9, 9, 9, 9]]])
     batch = batch.replace(ref_per_token_logps=logps - delta, completion_mask=np.ones((1, 2, 6)))
     loss, metrics, grad = run(dpo(0.5), logps, entropies, batch)
@@ -149,7 +152,7 @@ def test_dpo_by_hand(x64):
 
 
 def test_on_policy_ratio_is_exactly_one():
-    logps, entropies, batch = make_batch(dtype=np.float32, old=False)
+    logps, entropies, batch = make_batch(old=False)
     for factory in (grpo, gspo):
         loss, metrics, grad = run(factory(), logps, entropies, batch)
         assert metrics["ratio"].compute() == 1.0 and metrics["approx_kl"].compute() == 0.0
@@ -162,10 +165,10 @@ def test_on_policy_ratio_is_exactly_one():
 # --- properties -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_numerical_gradient(x64, name):
-    objective = FACTORIES[name]()
-    logps, entropies, batch = make_batch()
+    objective = OBJECTIVES[name]
+    logps, entropies, batch = make_batch(dtype=np.float64)
     _, _, grad = run(objective, logps, entropies, batch)
     batch = objective.prepare(batch)
     loss = jax.jit(lambda x: objective(x, entropies, batch)[0])
@@ -178,10 +181,10 @@ def test_numerical_gradient(x64, name):
 
 
 @pytest.mark.parametrize("poison", [np.nan, -np.inf, np.inf])
-@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_masked_positions_may_hold_anything(name, poison):
-    objective = FACTORIES[name]()
-    logps, entropies, batch = make_batch(dtype=np.float32)
+    objective = OBJECTIVES[name]
+    logps, entropies, batch = make_batch()
     want = run(objective, logps, entropies, batch)
     spoil = lambda values: jnp.where(batch.loss_mask, values, poison)  # noqa: E731
     batch = batch.replace(
@@ -194,11 +197,11 @@ def test_masked_positions_may_hold_anything(name, poison):
     assert np.all(np.asarray(got[2])[~np.asarray(batch.loss_mask)] == 0)
 
 
-@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_nothing_to_learn_from(name):
     """Entirely masked, all responses empty, or only padding groups: loss 0 and gradient 0, no NaN."""
-    objective = FACTORIES[name]()
-    logps, entropies, batch = make_batch(dtype=np.float32)
+    objective = OBJECTIVES[name]
+    logps, entropies, batch = make_batch()
     nan = jnp.full_like(logps, jnp.nan)
     for changes in (
         {"completion_mask": jnp.zeros_like(batch.completion_mask)},
@@ -213,8 +216,8 @@ def test_nothing_to_learn_from(name):
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "reinforce"])
 def test_an_all_masked_response_contributes_nothing(x64, name):
-    objective = FACTORIES[name]()
-    logps, entropies, batch = make_batch()
+    objective = OBJECTIVES[name]
+    logps, entropies, batch = make_batch(dtype=np.float64)
     batch = batch.replace(completion_mask=batch.completion_mask.at[0, 1].set(0))
     loss, _, grad = run(objective, logps.at[0, 1].set(jnp.nan), entropies, batch)
     assert np.isfinite(loss) and np.all(np.asarray(grad[0, 1]) == 0)
@@ -240,10 +243,10 @@ def parts_of(batch, kind):
             yield (b, slice(g, g + 1)), batch.replace(group_sizes=(batch.group_sizes[b : b + 1] > g).astype(int), **cut)
 
 
-@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_parts_of_a_batch_add_up(x64, name):
-    objective = FACTORIES[name]()
-    logps, entropies, batch = make_batch()
+    objective = OBJECTIVES[name]
+    logps, entropies, batch = make_batch(dtype=np.float64)
     loss, metrics, grad = run(objective, logps, entropies, batch)
     batch = objective.prepare(batch)
     total, sums = 0.0, None
@@ -258,7 +261,7 @@ def test_the_parts_of_a_batch_add_up(x64, name):
 
 
 def test_advantages_per_token(x64):
-    logps, entropies, batch = make_batch()
+    logps, entropies, batch = make_batch(dtype=np.float64)
     spread = jnp.broadcast_to(batch.advantages[..., None], logps.shape)
     want = run(grpo(), logps, entropies, batch)
     got = run(grpo(), logps, entropies, batch.replace(advantages=jnp.where(batch.loss_mask, spread, jnp.nan)))
@@ -268,9 +271,8 @@ def test_advantages_per_token(x64):
 
 
 def test_weights_keep_to_float32_outside_x64_and_work_in_jit():
-    logps, entropies, batch = make_batch(dtype=np.float32)
-    for name, factory in FACTORIES.items():
-        objective = factory()
+    logps, entropies, batch = make_batch(dtype=np.float64)
+    for name, objective in OBJECTIVES.items():
         step = jax.jit(jax.value_and_grad(lambda x, b, o=objective: o(x, entropies, o.prepare(b)), has_aux=True))
         (loss, _), grad = step(logps, batch)
         assert loss.dtype == grad.dtype == np.float32, name
@@ -300,7 +302,7 @@ def test_missing_and_misshapen_fields_raise_before_any_work():
 
 
 def test_an_unpaired_branch_is_left_out_in_jit(x64):
-    logps, entropies, batch = make_batch(lengths=((5, 3, 2, 0),), group_sizes=(2,))
+    logps, entropies, batch = make_batch(dtype=np.float64, lengths=((5, 3, 2, 0),), group_sizes=(2,))
     want = run(dpo(), logps, entropies, batch)
     odd = batch.replace(group_sizes=jnp.array([3]))
     fn = jax.value_and_grad(lambda x, b: dpo()(x, entropies, dpo().prepare(b)), has_aux=True)

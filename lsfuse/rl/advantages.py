@@ -27,9 +27,7 @@ def check_rewards(rewards: np.ndarray, group_sizes: np.ndarray) -> None:
         )
 
 
-def group_advantages(
-    rewards: np.ndarray, group_sizes: np.ndarray, scale: str = "std", eps: float = 1e-4
-) -> np.ndarray:
+def group_advantages(rewards: np.ndarray, group_sizes: np.ndarray, scale: str = "std", eps: float = 1e-4) -> np.ndarray:
     """Group-relative advantages, float32 [B, G]: (r - mean) / (std + eps) with the moments of the row's own group.
 
     Source: DeepSeekMath (arXiv 2402.03300), 4.1.2, outcome supervision; `scale="none"` leaves out the division

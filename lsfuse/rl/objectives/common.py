@@ -4,6 +4,8 @@ Rule of this file: select before computing. A masked position may hold NaN or -i
 still give it the gradient 0 · f'(NaN) = NaN; `f(where(mask, x, 0))` does not.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -47,7 +49,7 @@ def prepare_weights(loss_agg_mode: str, name: str, needs: tuple[str, ...] = ()):
         require(batch, name, needs)
         if batch.loss_weights is not None:
             return batch
-        return batch.replace(loss_weights=token_weights(batch, loss_agg_mode))
+        return dataclasses.replace(batch, loss_weights=token_weights(batch, loss_agg_mode))
 
     return prepare
 
@@ -74,6 +76,14 @@ def require(batch: Batch, name: str, needs: tuple[str, ...]) -> None:
                 f"{name}: batch.{field} has shape {tuple(value.shape)}, but completion_ids {shape} asks for"
                 f" {' or '.join(map(str, allowed))}"
             )
+
+
+def field_of(batch: Batch, field: str) -> Array:
+    """The field, which `prepare` has checked or set; ValueError if it is None because nobody called `prepare`."""
+    value = getattr(batch, field)
+    if value is None:
+        raise ValueError(f"batch.{field} is None: call the objective's `prepare` on the whole batch first")
+    return value
 
 
 def log_ratio(per_token_logps: Array, old_per_token_logps: Array | None, mask: Array) -> Array:
@@ -103,12 +113,12 @@ def kl_estimate(per_token_logps: Array, ref_per_token_logps: Array, mask: Array,
 
 def weighted_sum(batch: Batch, losses: Array) -> Array:
     """Σ weight · loss in the dtype of `losses` ([B, G, R] or [B, G, 1])."""
-    return jnp.sum(batch.loss_weights.astype(losses.dtype) * losses)
+    return jnp.sum(field_of(batch, "loss_weights").astype(losses.dtype) * losses)
 
 
 def per_token_advantages(batch: Batch, dtype) -> Array:
     """Advantages [B, G, R] or [B, G, 1]; those of padding branches become 0, whatever they hold."""
-    advantages = batch.advantages.astype(dtype)
+    advantages = field_of(batch, "advantages").astype(dtype)
     if advantages.ndim == 2:
         return jnp.where(batch.branch_mask, advantages, 0.0)[..., None]
     return jnp.where(batch.loss_mask, advantages, 0.0)

@@ -1,5 +1,7 @@
 """DPO: preference pairs, the objective that couples two branches of a group."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,16 +41,17 @@ def dpo(beta: float = 0.1) -> Objective:
             return batch
         pairs = _pairs(batch)
         weights = pairs / jnp.maximum(jnp.sum(pairs), 1)
-        return batch.replace(loss_weights=_spread(weights, batch))
+        return dataclasses.replace(batch, loss_weights=_spread(weights, batch))
 
     def loss_fn(per_token_logps: Array, entropies: Array, batch: Batch) -> tuple[Array, dict]:
         mask = batch.loss_mask
         delta = jnp.where(mask, per_token_logps, 0.0)
-        delta = delta - jnp.where(mask, batch.ref_per_token_logps, 0.0).astype(delta.dtype)
+        reference = common.field_of(batch, "ref_per_token_logps")
+        delta = delta - jnp.where(mask, reference, 0.0).astype(delta.dtype)
         chosen, rejected = _split(beta * jnp.sum(delta, axis=-1))
         margin = chosen - rejected
         pairs = _pairs(batch)
-        weights, _ = _split(batch.loss_weights[..., 0])
+        weights, _ = _split(common.field_of(batch, "loss_weights")[..., 0])
         loss = -jnp.sum(weights.astype(margin.dtype) * jax.nn.log_sigmoid(margin))
         metrics = {
             "accuracy": masked_mean((margin > 0).astype(margin.dtype), pairs),

@@ -39,8 +39,9 @@ def gspo(
 
     def prepare(batch: Batch) -> Batch:
         batch = prepare_weights(batch)
-        if batch.advantages.ndim != 2:
-            raise ValueError(f"gspo needs one advantage per response, [B, G]; got shape {batch.advantages.shape}")
+        advantages = common.field_of(batch, "advantages")
+        if advantages.ndim != 2:
+            raise ValueError(f"gspo needs one advantage per response, [B, G]; got shape {advantages.shape}")
         return batch
 
     def loss_fn(per_token_logps: Array, entropies: Array, batch: Batch) -> tuple[Array, dict]:
