@@ -3,6 +3,9 @@
 One group at a time: B branches of T queries each attend to one prefix K/V (a layer of the prefix state, keys
 0 … prefix_length - 1) and to their own keys, causally with an offset. A chunk of the prefix is the same call with one
 branch. Outputs carry the log-sum-exp, so that partial results merge across chunks and devices.
+
+Queries and outputs are head-major, [K, B, T, g, H] with g query heads per kv head: the rows of all branches and of a
+kv head's query heads lie together, and a prefix tile is read once for all of them.
 """
 
 import jax.numpy as jnp
@@ -18,7 +21,7 @@ class Prefix:
 
     k, v: [L, K, P, H], the whole run of L layers, so that no layer is copied out. layer: int32 scalar.
     length: int32 scalar, valid keys; whatever lies beyond changes nothing.
-    constant: int32 scalar, the first keys whose K/V are constants; None if all are.
+    constant: int32 scalar, how many of the first keys have constant K/V, to a backward with `dprefix`; None if none.
     """
 
     k: Array
@@ -34,12 +37,12 @@ def forward(
     """softmax(q · K / sqrt(H)) V over the prefix and each branch's own keys.
 
     Args:
-      q: [B, T, N, H].
-      own_k, own_v: [B, K, S, H]. Query t of a branch sees own keys j ≤ t + own_offset, j < own_lengths.
+      q: [K, B, T, g, H].
+      own_k, own_v: [K, B, S, H]. Query t of a branch sees own keys j ≤ t + own_offset, j < own_lengths.
       own_lengths: int32 [B].
       prefix: shared by all branches, or None.
 
-    Returns: (o [B, T, N, H] in q's dtype, lse [B, T, N] float32 or wider). A query that sees no key gets o = 0 and
+    Returns: (o [K, B, T, g, H] in q's dtype, lse [K, B, T, g] float32 or wider). A query that sees no key gets o = 0 and
     lse = -inf.
     """
     _check(q, own_k, own_v, own_lengths, prefix)
@@ -80,30 +83,34 @@ def backward(
     if prefix is not None:
         args = (scaled, prefix.k, prefix.v, prefix.layer)
         constant = prefix.length if dprefix is None else prefix.constant
-        if dprefix is None or constant is not None:
+        if constant is not None:
             constant = jnp.minimum(constant, prefix.length)
-            more, _, _ = reference.prefix_backward(*args, 0, constant, do, lse, delta)
-            dq = dq + more
+            dq = dq + reference.prefix_backward(*args, 0, constant, do, lse, delta)[0]
         if dprefix is not None:
             lo = 0 if constant is None else constant
-            more, *dprefix = reference.prefix_backward(*args, lo, prefix.length, do, lse, delta, *dprefix)
-            dq, dprefix = dq + more, tuple(dprefix)
+            more, dk_prefix, dv_prefix = reference.prefix_backward(*args, lo, prefix.length, do, lse, delta, *dprefix)
+            dq, dprefix = dq + more, (dk_prefix, dv_prefix)
     return (dq * scale).astype(q.dtype), dk.astype(own_k.dtype), dv.astype(own_v.dtype), dprefix
 
 
 def _check(q, own_k, own_v, own_lengths, prefix):
-    b, _, n, h = q.shape
-    if own_k.shape != own_v.shape or own_k.shape[0] != b or own_k.shape[3] != h or n % own_k.shape[1]:
+    if q.ndim != 5 or own_k.ndim != 4 or own_k.shape != own_v.shape:
         raise ValueError(
-            f"tail_attention: q {q.shape} [B, T, N, H] does not go with own_k {own_k.shape}, own_v {own_v.shape}"
-            " [B, K, S, H]; B and H must be equal and K must divide N"
+            f"tail_attention: q must be [K, B, T, g, H] and own_k, own_v alike [K, B, S, H]; got q {q.shape}, own_k"
+            f" {own_k.shape}, own_v {own_v.shape}"
+        )
+    kv_heads, b, _, _, h = q.shape
+    if (own_k.shape[0], own_k.shape[1], own_k.shape[3]) != (kv_heads, b, h):
+        raise ValueError(
+            f"tail_attention: q {q.shape} [K, B, T, g, H] does not go with own_k {own_k.shape} [K, B, S, H]; K, B and H"
+            " must be equal"
         )
     if own_lengths.shape != (b,):
         raise ValueError(f"tail_attention: own_lengths must be [{b}], got {own_lengths.shape}")
     if prefix is not None and (
-        prefix.k.shape != prefix.v.shape or prefix.k.shape[1] != own_k.shape[1] or prefix.k.shape[3] != h
+        prefix.k.shape != prefix.v.shape or prefix.k.shape[1] != kv_heads or prefix.k.shape[3] != h
     ):
         raise ValueError(
             f"tail_attention: prefix k {prefix.k.shape}, v {prefix.v.shape} [L, K, P, H] do not go with own_k"
-            f" {own_k.shape} [B, K, S, H]; K and H must be equal"
+            f" {own_k.shape} [K, B, S, H]; K and H must be equal"
         )

@@ -91,7 +91,7 @@ def block_backward(
     """Cotangents of `block_forward` from its boundaries.
 
     dprefix: buffers to which the cotangents of the prefix's K/V are added, None if they are constants.
-    dkv: cotangents [B, K, T, H] that later tokens have left for this chunk's own keys and values.
+    dkv: cotangents [K, B, T, H] that later tokens have left for this chunk's own keys and values.
 
     Returns: (dx, gradients by parameter name, dprefix).
     """
@@ -117,9 +117,7 @@ def block_backward(
     )
     if dkv is not None:
         dk, dv = dk + dkv[0].astype(dk.dtype), dv + dkv[1].astype(dv.dtype)
-    _, vjp = jax.vjp(
-        lambda p, x: layers.attention_in(config, p, x, tokens.rope), subset(p, layers.ATTENTION_IN), x
-    )
+    _, vjp = jax.vjp(lambda p, x: layers.attention_in(config, p, x, tokens.rope), subset(p, layers.ATTENTION_IN), x)
     d_in, dx2 = vjp((dq, dk, dv))
     return dmid + dx + dx2, {**dp, **d_out, **d_in}, dprefix
 

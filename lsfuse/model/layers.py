@@ -68,31 +68,32 @@ def rms_norm(x: Array, gain: Array, eps: float) -> Array:
     return (wide * scale * gain.astype(wide.dtype)).astype(x.dtype)
 
 
-def _heads(x: Array, head_dim: int) -> Array:
-    return x.reshape(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)
-
-
 def _keys_values(config: ModelConfig, p: dict, h: Array, rope) -> tuple[Array, Array]:
-    k = rotate(_heads(linear(h, p, "k_proj"), config.head_dim), rope)
-    v = _heads(linear(h, p, "v_proj"), config.head_dim)
-    return k.swapaxes(1, 2), v.swapaxes(1, 2)
+    shape = (*h.shape[:2], -1, config.head_dim)
+    k = rotate(linear(h, p, "k_proj").reshape(shape), rope)
+    v = linear(h, p, "v_proj").reshape(shape)
+    return jnp.moveaxis(k, 2, 0), jnp.moveaxis(v, 2, 0)
 
 
 def keys_values(config: ModelConfig, p: dict, x: Array, rope) -> tuple[Array, Array]:
-    """x [B, T, D] → rotated keys and values [B, K, T, H] of a block, nothing else."""
+    """x [B, T, D] → rotated keys and values [K, B, T, H] of a block, nothing else."""
     return _keys_values(config, p, rms_norm(x, p["input_layernorm"], config.rms_norm_eps), rope)
 
 
 def attention_in(config: ModelConfig, p: dict, x: Array, rope) -> tuple[Array, Array, Array]:
-    """x [B, T, D] → queries [B, T, N, H], keys and values [B, K, T, H], rotated by tables [T, H / 2]."""
+    """x [B, T, D] → queries [K, B, T, g, H], keys and values [K, B, T, H], rotated by tables [T, H / 2].
+
+    Head-major, g query heads to a kv head: the layout in which attention needs no transposition.
+    """
     h = rms_norm(x, p["input_layernorm"], config.rms_norm_eps)
-    q = rotate(_heads(linear(h, p, "q_proj"), config.head_dim), rope)
-    return q, *_keys_values(config, p, h, rope)
+    k, v = _keys_values(config, p, h, rope)
+    q = rotate(linear(h, p, "q_proj").reshape(*h.shape[:2], config.num_heads, config.head_dim), rope)
+    return jnp.moveaxis(q.reshape(*h.shape[:2], k.shape[0], -1, config.head_dim), 2, 0), k, v
 
 
 def attention_out(p: dict, o: Array) -> Array:
-    """Attention's contribution [B, T, D] from o [B, T, N, H]."""
-    return linear(o.reshape(*o.shape[:2], -1), p, "o_proj")
+    """Attention's contribution [B, T, D] from o [K, B, T, g, H]."""
+    return linear(jnp.moveaxis(o, 0, 2).reshape(*o.shape[1:3], -1), p, "o_proj")
 
 
 def ffn_in(config: ModelConfig, p: dict, x: Array) -> tuple[Array, Array]:

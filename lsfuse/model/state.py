@@ -52,9 +52,10 @@ def write_state(state: PrefixState, run: str, first: int, k: Array, v: Array, at
 
 
 def read_state(state: PrefixState, run: str, layer: Array | int, at: Array, count: int) -> tuple[Array, Array]:
-    """Keys and values [1, K, count, H] of one block from token position `at`."""
+    """Keys and values [K, 1, count, H] of one block from token position `at`."""
 
     def get(buffer):
-        return lax.dynamic_slice(buffer, _corner(layer, at), (1, buffer.shape[1], count, buffer.shape[3]))
+        block = lax.dynamic_slice(buffer, _corner(layer, at), (1, buffer.shape[1], count, buffer.shape[3]))
+        return block.swapaxes(0, 1)
 
     return get(state.k[run]), get(state.v[run])

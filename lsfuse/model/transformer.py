@@ -141,7 +141,10 @@ def run_blocks_backward(
             dkv = None
             if block.has_attention and own_at is not None:
                 count_own = dx.shape[1]
-                saved = {**saved, **dict(zip("kv", read_state(context.state, run, layer, own_at, count_own), strict=True))}
+                saved = {
+                    **saved,
+                    **dict(zip("kv", read_state(context.state, run, layer, own_at, count_own), strict=True)),
+                }
                 if dprefix is not None and down_at is not None:
                     own = PrefixState({run: dprefix[0]}, {run: dprefix[1]})
                     # Read before the buffers are added to, or XLA would copy them.
@@ -218,4 +221,6 @@ def forward(
 def logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
     """[..., V] in float32 or wider, from hidden states after the final norm. For small inputs: nothing is chunked."""
     head = params["lm_head"] if "lm_head" in params else params["embed_tokens"].T
-    return jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32))
+    return jnp.matmul(
+        hidden, head.astype(hidden.dtype), preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32)
+    )

@@ -141,7 +141,9 @@ def dense_value_and_grad(
     Raises: ValueError for prefix_grad other than "exact".
     """
     if prefix_grad != "exact":
-        raise ValueError(f'dense_value_and_grad computes the exact gradient only; prefix_grad must be "exact", got {prefix_grad!r}')
+        raise ValueError(
+            f'dense_value_and_grad computes the exact gradient only; prefix_grad must be "exact", got {prefix_grad!r}'
+        )
     objective = as_objective(objective)
     options = Options(
         prefix_grad, chunk_size, branch_batch, remat_policy, prefix_activations, memory_budget, temperature

@@ -56,11 +56,11 @@ def _capture_chunk(params, config, ids, state, at, end, size, names):
     x, kept = run_blocks(params, config, x, tokens, Context(state, at), ("k", "v", *names), upto=last)
     for run, saved in kept.items():
         if run in state.k:
-            state = write_state(state, run, 0, saved.pop("k")[:, 0], saved.pop("v")[:, 0], at)
+            state = write_state(state, run, 0, saved.pop("k")[:, :, 0], saved.pop("v")[:, :, 0], at)
     run, layer = locate_block(config, last)
     p = subset(block_params(params, str(run), layer), KEYS_VALUES)
     k, v = keys_values(config, p, x, tokens.rope)
-    return write_state(state, str(run), layer, k, v, at), Kept(kept, x)
+    return write_state(state, str(run), layer, k[None, :, 0], v[None, :, 0], at), Kept(kept, x)
 
 
 def _chunks(count: Array, size: int) -> Array:
@@ -111,9 +111,7 @@ def capture(
 
     buffers = None
     if keep is not None:
-        one = jax.eval_shape(
-            lambda s: _capture_chunk(params, config, prompt_ids, s, start, end, size, names)[1], state
-        )
+        one = jax.eval_shape(lambda s: _capture_chunk(params, config, prompt_ids, s, start, end, size, names)[1], state)
         chunks = geometry.cotangent // size
         buffers = jax.tree.map(lambda x: jnp.zeros((chunks, *x.shape), x.dtype), one)
     return lax.fori_loop(0, _chunks(end - start, size), chunk, (state, buffers))
@@ -149,7 +147,9 @@ def prefix_backward(
         if kept is None:
             x, saved = run_blocks(params, config, x, tokens, context, kept_names(policy), upto=last, own_at=at)
         else:
-            x, saved = jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, i, 0, keepdims=False), (kept.last, kept.blocks))
+            x, saved = jax.tree.map(
+                lambda b: lax.dynamic_index_in_dim(b, i, 0, keepdims=False), (kept.last, kept.blocks)
+            )
         p = subset(block_params(params, str(run), layer), KEYS_VALUES)
         dx, dp = keys_values_backward(config, p, x, tokens, read_state(dstate, str(run), layer, down_at, size))
         runs = {**grads["runs"], str(run): add_block_grads(grads["runs"][str(run)], layer, dp)}

@@ -248,9 +248,7 @@ class _Engine:
             group = group_slice(self.batch, b)
             state, _ = self._capture(group, state, None)
             scores = self._score_group(group, self._context(group, state))
-            return state, tuple(
-                lax.dynamic_update_slice_in_dim(o, s, b, 0) for o, s in zip(out, scores, strict=True)
-            )
+            return state, tuple(lax.dynamic_update_slice_in_dim(o, s, b, 0) for o, s in zip(out, scores, strict=True))
 
         zeros = jnp.zeros((self._groups(), self.geometry.branches, self.geometry.response), self.wide)
         return _loop(self._groups(), one, (self._state(), (zeros, zeros)))[1]
