@@ -4,7 +4,7 @@ In a notebook: `train.run({"rl": {"steps": 20}}, "runs/first")`, with a task, re
 like. From the command line: `python -m experiments.launch`.
 """
 
-from lsfuse.train.config import load_config, resolve_config, set_field
+from lsfuse.train.config import check_fields, load_config, resolve_config, set_field
 from lsfuse.train.loop import Result, run, set_up
 from lsfuse.train.optimizer import make_optimizer, make_schedule
 from lsfuse.train.rollout import evaluate, make_sampler, roll_out
@@ -14,6 +14,7 @@ from lsfuse.train.step import make_update
 __all__ = [
     "SCHEMA",
     "Result",
+    "check_fields",
     "default_config",
     "evaluate",
     "load_config",

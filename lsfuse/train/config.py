@@ -28,11 +28,28 @@ def load_config(path: str | pathlib.Path, overrides: Mapping[str, Any] | None = 
 
 def set_field(config: ConfigDict, name: str, value: Any) -> None:
     """config.a.b = value for the name "a.b"; ValueError, with the nearest name, if there is no such field."""
-    _known([name], fields())
+    check_fields([name])
     *parents, last = name.split(".")
     for parent in parents:
         config = config[parent]
     config[last] = value
+
+
+def check_fields(names: Iterable[str]) -> None:
+    """Raises ValueError for the first dotted name that is no field, with the nearest one that is."""
+    known = fields()
+    for name in names:
+        if name in known:
+            continue
+        groups = [n for n in known if n.startswith(f"{name}.")]
+        if groups:
+            raise ValueError(f"config.{name} is a group of fields, not a value; it has {_listed(groups)}")
+        last = {n: n.rsplit(".", 1)[-1] for n in known}
+        near = difflib.get_close_matches(name, known, 1, 0.7) or [
+            n for n in known if last[n] in difflib.get_close_matches(name.rsplit(".", 1)[-1], last.values(), 1, 0.7)
+        ]
+        hint = f'; did you mean "{near[0]}"?' if near else f"; the groups are {', '.join(SCHEMA)}"
+        raise ValueError(f'config has no field "{name}"{hint}')
 
 
 def resolve_config(config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
@@ -44,7 +61,7 @@ def resolve_config(config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
     """
     given = config.to_dict() if isinstance(config, ConfigDict) else copy.deepcopy(dict(config))
     known, flat = fields(), _flatten(given, SCHEMA)
-    _known(flat, known)
+    check_fields(flat)
     resolved = default_config()
     for name, value in flat.items():
         set_field(resolved, name, _checked(name, value, known[name]))
@@ -57,25 +74,13 @@ def _flatten(config: Mapping[str, Any], schema: Any, prefix: str = "") -> dict[s
         inner = schema.get(key) if isinstance(schema, Mapping) else None
         if isinstance(value, Mapping) and not isinstance(inner, Field):
             flat |= _flatten(value, inner, f"{prefix}{key}.")
-        elif isinstance(inner, Mapping):
-            raise ValueError(
-                f"config.{prefix}{key} is a group of fields ({', '.join(inner)}), not a value; got {value!r}"
-            )
         else:
             flat[f"{prefix}{key}"] = value
     return flat
 
 
-def _known(names: Iterable[str], known: Mapping[str, Field]) -> None:
-    for name in names:
-        if name in known:
-            continue
-        last = {n: n.rsplit(".", 1)[-1] for n in known}
-        near = difflib.get_close_matches(name, known, 1, 0.7) or [
-            n for n in known if last[n] in difflib.get_close_matches(name.rsplit(".", 1)[-1], last.values(), 1, 0.7)
-        ]
-        hint = f'; did you mean "{near[0]}"?' if near else f"; the groups are {', '.join(SCHEMA)}"
-        raise ValueError(f'config has no field "{name}"{hint}')
+def _listed(names: list[str], limit: int = 4) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _checked(name: str, value: Any, field: Field) -> Any:

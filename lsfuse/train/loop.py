@@ -27,7 +27,6 @@ from lsfuse.train import build
 from lsfuse.train import workdir as files
 from lsfuse.train.config import resolve_config
 from lsfuse.train.metadata import run_metadata, what_changed
-from lsfuse.train.optimizer import make_optimizer
 from lsfuse.train.phases import EVAL_STREAM, GroupRL, State, WarmStart, abstract_state, init_state
 from lsfuse.train.progress import Progress
 from lsfuse.train.report import format_summary, parameter_change, summarize, write_report
@@ -59,7 +58,8 @@ class Setup:
     model: ModelConfig
     load_params: Callable[[], Params]
     reward_fn: RewardFn | None
-    objective: replay.Objective | ObjectiveFn
+    warm_start: WarmStart | None
+    rl: GroupRL
     reference: bool
 
 
@@ -92,8 +92,10 @@ def set_up(
     if workdir is not None:
         files.check_workdir(pathlib.Path(workdir), saved, resume)
     reward_fn = reward_fn or getattr(task, "reward", None)
+    warm_start = WarmStart(config, model, task) if config.warm_start.steps else None
+    rl = GroupRL(config, model, task, reward_fn, objective)
     reference = build.needs_reference(config)
-    return Setup(config, saved, task, tokenizer, model, load_params, reward_fn, objective, reference)
+    return Setup(config, saved, task, tokenizer, model, load_params, reward_fn, warm_start, rl, reference)
 
 
 def run(
@@ -162,9 +164,8 @@ class _Run:
         self.checkpoints = Checkpoints(workdir / "checkpoints", setup.saved, self.config.checkpoint.keep)
         self.start = Checkpoints(workdir / "start", setup.saved, 1)
         self.progress = Progress(progress)
-        self.warm_start = WarmStart(self.config, self.model, setup.task) if self.config.warm_start.steps else None
+        self.warm_start, self.rl = setup.warm_start, setup.rl
         self.best: dict[str, float] | None = None
-        self.ref_params: Params | None = None
 
     def run(self) -> Result:
         phase, done, state = self._restore()
@@ -173,12 +174,13 @@ class _Run:
             assert self.warm_start is not None
             self._phase(self.warm_start, state, done)
             state, done, begins = self._begin_rl(state.params, state.position), 0, True
-        rl = self._group_rl()
+        if self.setup.reference:
+            self.rl.ref_params = self.start_params()
         if begins:
             self._evaluate(state, 0)
             if self.warm_start is not None:
                 self._save("rl", 0, state)
-        self._phase(rl, state, done)
+        self._phase(self.rl, state, done)
         return self._finish(state)
 
     # --- phases ---
@@ -202,17 +204,7 @@ class _Run:
         """State at RL step 0. Its parameters are the reference, and what the change is measured from."""
         if self.setup.reference or self.config.report.parameter_change:
             self.start.save(0, {"params": params})
-        return init_state(params, self._rl_optimizer(), position)
-
-    def _rl_optimizer(self) -> Any:
-        fields = self.config.rl
-        return make_optimizer(fields.optimizer, fields.steps * fields.num_iterations)
-
-    def _group_rl(self) -> GroupRL:
-        if self.setup.reference:
-            self.ref_params = self.start_params()
-        args = (self.setup.task, self.setup.reward_fn, self.setup.objective, self.key, self.ref_params)
-        return GroupRL(self.config, self.model, *args)
+        return init_state(params, self.rl.optimizer, position)
 
     def start_params(self) -> Params:
         """The parameters RL started from."""
@@ -273,8 +265,9 @@ class _Run:
         that is the beginning of RL)."""
 
         def template(info: dict[str, Any]) -> dict[str, Any]:
-            optimizer = self._rl_optimizer() if info["phase"] == "rl" else self.warm_start.optimizer  # type: ignore[union-attr]
-            return abstract_state(self._abstract_params(), optimizer, jax.random.key_data(self.key))
+            phase = self.warm_start if info["phase"] == "warm_start" else self.rl
+            assert phase is not None
+            return abstract_state(self._abstract_params(), phase.optimizer, jax.random.key_data(self.key))
 
         restored = self.checkpoints.restore(template)
         sizes = restored.info["sizes"] if restored else {}

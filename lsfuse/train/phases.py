@@ -82,13 +82,12 @@ class GroupRL:
         task: Any,
         reward_fn: Callable[[Mapping[str, Any], str], float] | None,
         objective: replay.Objective | ObjectiveFn,
-        key: Array,
-        ref_params: Params | None = None,
     ):
         fields = config.rl
-        self.config, self.task, self.reward_fn, self.ref_params = config, task, reward_fn, ref_params
+        self.config, self.task, self.reward_fn = config, task, reward_fn
+        self.ref_params: Params | None = None  # set before the first step if the objective needs a reference
         self.steps, self.seed, self.iterations = fields.steps, config.seed, fields.num_iterations
-        self.key = jax.random.fold_in(key, SAMPLE_STREAM)
+        self.key = jax.random.fold_in(jax.random.key(config.seed), SAMPLE_STREAM)
         self.offline = not hasattr(task, "example")
         updates = fields.steps * fields.num_iterations
         self.schedule = make_schedule(fields.optimizer, updates)

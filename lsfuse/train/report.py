@@ -28,7 +28,7 @@ def summarize(records: Sequence[Mapping[str, Any]], best: Mapping[str, float] | 
                 "loss": float(np.mean([r["loss"] for r in last])),
                 "seconds": float(sum(seconds)),
                 "seconds_per_step": float(np.median(seconds)),
-                "tokens_per_second": sum(r["tokens"] for r in steps) / sum(seconds),
+                "tokens_per_second": float(np.mean([r["tokens"] for r in steps]) / np.median(seconds)),
             }
             if "reward" in last[0]:
                 summary[name]["reward"] = float(np.mean([r["reward"] for r in last]))

@@ -50,9 +50,7 @@ def check_workdir(workdir: pathlib.Path, config: Mapping[str, Any] | None, resum
         )
     saved = saved_config(workdir)
     if saved is None:
-        raise FileExistsError(
-            f"{workdir} holds {', '.join(held[:3])}, but no {CONFIG}: it is not a work directory of a run"
-        )
+        raise FileExistsError(f"{workdir} holds {', '.join(held[:3])}, but no {CONFIG}: no run was started in it")
     if config is not None:
         check_config(saved, config, f"work directory {workdir}")
 

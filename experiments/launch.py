@@ -1,0 +1,78 @@
+"""Command line of the training loop.
+
+    python -m experiments.launch --config=configs/quickstart.py --workdir=runs/quickstart
+    python -m experiments.launch --config=configs/x.py:argument --config.replay.prefix_grad=stop --workdir=… --resume
+    python -m experiments.launch --config=configs/quickstart.py --dry_run
+
+What a user can mend ends in one line on stderr and exit code 1 (2 for the command line itself); --traceback shows where
+it was raised. Anything else is a bug and keeps its trace.
+"""
+
+import pathlib
+import sys
+import traceback
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from lsfuse import train
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file; `:argument` is passed to its get_config.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: empty or not there, unless --resume.")
+_RESUME = flags.DEFINE_bool("resume", False, "Continue the run in --workdir from its last checkpoint.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print memory, FLOPs, positions and the resolved config; run nothing.")
+_TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where a user's error was raised.")
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def parse(argv: list[str]) -> None:
+    """Sets the flags. Every mistake in them, fields of the config included, is a ValueError of one line."""
+    train.check_fields(a.removeprefix("--config.").split("=")[0] for a in argv if a.startswith("--config."))
+    try:
+        rest = flags.FLAGS(argv)[1:]
+    except (flags.Error, AttributeError, KeyError, TypeError, OSError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    if rest:
+        raise ValueError(f"unexpected argument {rest[0]!r}: flags start with --")
+    if not flags.FLAGS["config"].present:
+        raise ValueError("--config is missing, for example --config=configs/quickstart.py")
+    try:
+        _CONFIG.value.keys()  # a file that could not be loaded raises only when it is used
+    except Exception as error:
+        raise ValueError(f"the config file cannot be loaded: {' '.join(str(error).split()[-40:])}") from error
+    if _WORKDIR.value is None and not _DRY_RUN.value:
+        raise ValueError("--workdir is missing, for example --workdir=runs/first")
+
+
+def main() -> None:
+    if _DRY_RUN.value:
+        print(train.dry_run(_CONFIG.value))
+    else:
+        train.run(_CONFIG.value, _WORKDIR.value, resume=_RESUME.value)
+
+
+def is_users(error: Exception) -> bool:
+    """Whether a check of this repository, or the machine, says so: the innermost frame is not a library's."""
+    last = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    return isinstance(error, OSError) or (
+        isinstance(error, ValueError | ArithmeticError) and last.is_relative_to(_ROOT)
+    )
+
+
+if __name__ == "__main__":
+    app.define_help_flags()
+    code = 2
+    try:
+        parse(sys.argv)
+        code = 1
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped; --resume continues from the last checkpoint")
+    except Exception as error:
+        if not is_users(error):
+            raise
+        if "--traceback" in sys.argv:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(code)
