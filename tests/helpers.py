@@ -207,14 +207,14 @@ def _loss_tokens(batch: Batch):
     return jnp.where(batch.branch_mask, jnp.sum(batch.loss_mask, axis=-1), 0)
 
 
-def _plain_grpo(per_token_logps, entropies, batch, beta=0.1):
+def _plain_grpo(per_token_logps, entropies, batch, beta=0.1, entropy=0.01):
     mask = batch.loss_mask
     logps = jnp.where(mask, per_token_logps, 0.0)
     old = jnp.where(mask, batch.old_per_token_logps, 0.0)
     ref = jnp.where(mask, batch.ref_per_token_logps, 0.0)
     advantages = jnp.where(batch.branch_mask, batch.advantages, 0.0)[..., None]
     losses = _clipped(logps - old, advantages) + beta * (jnp.exp(ref - logps) - (ref - logps) - 1)
-    losses = losses + 0.01 * jnp.where(mask, entropies, 0.0)
+    losses = losses + entropy * jnp.where(mask, entropies, 0.0)
     return jnp.sum(batch.loss_weights * jnp.where(mask, losses, 0.0)), {"kl": masked_mean(logps - ref, mask)}
 
 
@@ -237,17 +237,37 @@ def _plain_dpo(per_token_logps, entropies, batch, beta=0.3):
     return jnp.sum(jnp.where(both, -jax.nn.log_sigmoid(beta * margin), 0.0)), {}
 
 
+def _weighted(per_token_logps, entropies, batch):
+    """Uses the user's own arrays [B, G, R] and [B, G], and advantages per token."""
+    mask = batch.loss_mask
+    weights = batch.extras["token"] * batch.extras["branch"][..., None] + batch.advantages
+    return jnp.sum(jnp.where(mask, weights * (per_token_logps + 0.1 * entropies**2), 0.0)), {}
+
+
 PLAIN_GRPO = Objective(_plain_grpo, coupling="branch", prepare=_weights, name="plain_grpo")
+FIXED_GRPO = Objective(functools.partial(_plain_grpo, beta=0.0, entropy=0.0), coupling="branch", name="fixed_grpo")
 PLAIN_GSPO = Objective(_plain_gspo, coupling="branch", prepare=_weights, name="plain_gspo")
 PLAIN_DPO = Objective(_plain_dpo, coupling="group", name="plain_dpo")
+
+
+def _log_ratio(per_token_logps, entropies, batch):
+    """Metric: total distance from the old log-probs."""
+    distance = jnp.where(batch.loss_mask, jnp.abs(per_token_logps - batch.old_per_token_logps), 0.0)
+    return jnp.sum(jnp.where(batch.loss_mask, per_token_logps, 0.0)), {"distance": jnp.sum(distance)}
+
+
+LOG_RATIO = Objective(_log_ratio, coupling="branch", name="log_ratio")
+WEIGHTED = Objective(_weighted, coupling="branch", name="weighted")
 
 
 @functools.cache
 def objective(name: str):
     """By name: coupled, the plain ones of this file, and those of lsfuse.rl."""
-    plain = {"coupled": coupled, "plain_grpo": PLAIN_GRPO, "plain_gspo": PLAIN_GSPO, "plain_dpo": PLAIN_DPO}
-    if name in plain:
-        return plain[name]
+    if name == "coupled":
+        return coupled
+    for own in (PLAIN_GRPO, PLAIN_GSPO, PLAIN_DPO, WEIGHTED, LOG_RATIO, FIXED_GRPO):
+        if name == own.name:
+            return own
     from lsfuse import rl
 
     return {"grpo": lambda: rl.grpo(beta=0.1), "gspo": rl.gspo, "dpo": lambda: rl.dpo(beta=0.3)}[name]()
@@ -257,12 +277,16 @@ def objective(name: str):
 
 
 @functools.cache
-def engine(name: str, config: ModelConfig, dense: bool = False, **static):
-    """Jitted value_and_grad of a named objective (see `objective`); static: the engine's keyword arguments."""
+def engine(name: str, config: ModelConfig, dense: bool = False, optimized: bool = False, **static):
+    """Jitted value_and_grad of a named objective (see `objective`); static: the engine's keyword arguments.
+
+    optimized: with the compiler's usual effort on machine code; without it, compiling takes half the time.
+    """
     from lsfuse import replay
 
     factory = replay.dense_value_and_grad if dense else replay.value_and_grad
-    return jax.jit(factory(objective(name), config, **static))
+    options = None if optimized else {"xla_backend_optimization_level": 0}
+    return jax.jit(factory(objective(name), config, **static), compiler_options=options)
 
 
 @functools.cache
@@ -276,7 +300,7 @@ _ORACLE: dict = {}
 
 
 def oracle_value_and_grad(key, name: str, config: ModelConfig, params, batch, prefix_grad="exact", temperature=1.0):
-    """The oracle's answer, kept under (key, everything else) for the rest of the session; key: names params and batch."""
+    """The oracle's answer, kept for the rest of the session; key: a name for `params` and `batch` together."""
     entry = (key, name, config, prefix_grad, temperature)
     if entry not in _ORACLE:
         _ORACLE[entry] = oracle.value_and_grad(objective(name), config, params, batch, prefix_grad, temperature)
@@ -287,7 +311,10 @@ def check_step(
     name: str, config: ModelConfig, params, batch, key, *, tol=1e-12, prefix_grad="exact", temperature=1.0, **static
 ):
     """One engine step against the oracle: loss, metrics and every leaf. Returns the engine's answer."""
-    step = engine(name, config, prefix_grad=prefix_grad, temperature=temperature, **static)
+    if static.get("dense"):
+        step = engine(name, config, temperature=temperature, **static)
+    else:
+        step = engine(name, config, prefix_grad=prefix_grad, temperature=temperature, **static)
     (loss, metrics), grads = step(params, batch)
     (want, want_metrics), want_grads = oracle_value_and_grad(key, name, config, params, batch, prefix_grad, temperature)
     np.testing.assert_allclose(loss, want, rtol=tol, atol=tol)

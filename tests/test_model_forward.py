@@ -1,0 +1,223 @@
+"""The everyday forward pass, its gradient, and parameter trees, against the oracle."""
+
+import dataclasses
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from lsfuse import model
+from lsfuse.model import BlockConfig, ModelConfig, RopeScaling
+from lsfuse.model.rope import inverse_frequencies, rope_tables
+
+MODELS = {"tiny": helpers.TINY, "mixed": helpers.MIXED, "hollow": helpers.HOLLOW}
+LENGTHS = (9, 4, 1)
+
+
+def rows(config, seed=0):
+    """(ids [3, 9], lengths), ids out of range behind the lengths."""
+    ids = np.random.default_rng(seed).integers(0, config.vocab_size, (3, 9)).astype(np.int32)
+    for row, length in zip(ids, LENGTHS, strict=True):
+        row[length:] = (-5, 10**6)[length % 2]
+    return ids, np.asarray(LENGTHS, np.int32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hidden_states_and_logits(x64, name):
+    config, params = MODELS[name], helpers.random_params(MODELS[name])
+    ids, lengths = rows(config)
+    hidden = model.forward(params, config, ids, lengths)
+    assert hidden.shape == (3, 9, config.hidden_size) and np.isfinite(hidden).all()
+    logits = model.logits(params, config, hidden)
+    for i, length in enumerate(LENGTHS):
+        row = ids[i, :length]
+        np.testing.assert_allclose(hidden[i, :length], oracle.hidden(config, params, row), rtol=1e-11, atol=1e-12)
+        np.testing.assert_allclose(logits[i, :length], oracle.logits(config, params, row), rtol=1e-11, atol=1e-12)
+
+
+def test_float32_and_bfloat16():
+    for dtype, tol in ((np.float32, 1e-5), (jnp.bfloat16, 5e-2)):
+        params = jax.tree.map(lambda x, dtype=dtype: jnp.asarray(x, dtype), helpers.random_params(helpers.TINY))
+        ids, lengths = rows(helpers.TINY)
+        hidden = model.forward(params, helpers.TINY, ids, lengths)
+        assert hidden.dtype == dtype and model.logits(params, helpers.TINY, hidden).dtype == jnp.float32
+        want = oracle.hidden(helpers.TINY, params, ids[0])
+        error = np.linalg.norm(np.asarray(hidden[0], np.float64) - want) / np.linalg.norm(want)
+        assert error < tol
+
+
+def token_loss(config, params, ids, lengths, forward):
+    """Mean of a nonlinear function of logits and of hidden states at valid positions."""
+    valid = np.arange(ids.shape[1]) < lengths[:, None]
+    hidden = forward(params, ids)
+    logits = model.logits(params, config, hidden)
+    per_token = jnp.sum(jnp.tanh(logits), -1) + jnp.sum(hidden**2, -1)
+    return jnp.sum(jnp.where(valid, per_token, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("tiny", "everything_saveable"), ("mixed", "nothing_saveable"), ("hollow", "dots_with_no_batch_dims_saveable")],
+)
+def test_gradient_by_jax_grad(x64, name, policy):
+    config, params = MODELS[name], helpers.random_params(MODELS[name])
+    ids, lengths = rows(config)
+
+    def ours(p):
+        return token_loss(config, p, ids, lengths, lambda p, ids: model.forward(p, config, ids, lengths, policy))
+
+    def plain(p, ids):
+        return oracle._hidden(config, p, ids[0], np.zeros(ids.shape[1], bool))[None]
+
+    def theirs(p):
+        total = 0.0
+        for i, length in enumerate(LENGTHS):
+            row = ids[i : i + 1, :length]
+            total += token_loss(config, p, row, lengths[i : i + 1], plain)
+        return total
+
+    options = {"xla_backend_optimization_level": 0}
+    grads = jax.jit(jax.grad(ours), compiler_options=options)(params)
+    want = jax.jit(jax.grad(theirs), compiler_options=options)(params)
+    oracle.assert_grads_close(grads, jax.tree.map(np.asarray, want), 1e-12)
+
+
+def test_a_row_alone_and_in_a_padded_batch(x64):
+    """Other rows, other lengths and other padding change no bit at equal shapes."""
+    params = helpers.random_params(helpers.MIXED)
+    ids, lengths = rows(helpers.MIXED)
+    forward = jax.jit(lambda ids, lengths: model.forward(params, helpers.MIXED, ids, lengths))
+    base = np.asarray(forward(ids, lengths))
+    other = np.array(ids)
+    other[1:] = 3
+    other[0, 9:] = 7
+    moved = np.asarray(forward(other, np.asarray([9, 9, 2], np.int32)))
+    np.testing.assert_array_equal(base[0], moved[0])
+
+
+def test_a_later_token_changes_nothing_before_it(x64):
+    params = helpers.random_params(helpers.TINY)
+    forward = jax.jit(lambda ids: model.forward(params, helpers.TINY, ids))
+    ids = np.random.default_rng(0).integers(0, 23, (1, 9)).astype(np.int32)
+    base = np.asarray(forward(ids))
+    for at in range(9):
+        other = np.array(ids)
+        other[0, at] = (other[0, at] + 1) % 23
+        moved = np.asarray(forward(other))
+        np.testing.assert_array_equal(base[0, :at], moved[0, :at])
+        assert (base[0, at:] != moved[0, at:]).any(-1).all()
+
+
+# --- rotary ---------------------------------------------------------------------------------------------------------
+
+
+SCALINGS = {
+    "none": None,
+    "linear": RopeScaling("linear", 4.0),
+    "llama3": RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
+    "llama3-short": RopeScaling("llama3", 2.0, 2.0, 8.0, 99),
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_rotary_frequencies(scaling):
+    config = helpers.tiny(head_dim=64, rope_theta=500000.0, rope_scaling=scaling)
+    want = oracle.rotary_frequencies(64, 500000.0, scaling)
+    np.testing.assert_allclose(inverse_frequencies(config), want, rtol=1e-14)
+
+
+def test_rotary_tables_at_two_million_positions():
+    """In float32: within a few roundings of float64, where position × frequency in float32 is off by 0.1."""
+    config = helpers.tiny(head_dim=128, rope_theta=500000.0)
+    positions = np.asarray([0, 1, 255, 256, 65535, 65536, 2**20 + 77, 2**21 - 1], np.int32)
+    angles = positions[:, None].astype(np.float64) * oracle.rotary_frequencies(128, 500000.0, None)
+    cos, sin = rope_tables(config, jnp.asarray(positions), jnp.float32)
+    np.testing.assert_allclose(cos, np.cos(angles), atol=1e-6)
+    np.testing.assert_allclose(sin, np.sin(angles), atol=1e-6)
+
+
+# --- parameter trees ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trees_have_the_declared_shapes(name):
+    config = MODELS[name]
+    params = model.init_params(config, jax.random.key(0))
+    model.check_params(config, params)
+    assert jax.tree.map(lambda x: tuple(x.shape), params) == model.param_shapes(config)
+    assert model.count_params(config) == sum(x.size for x in jax.tree.leaves(params))
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
+    again, other = model.init_params(config, jax.random.key(0)), model.init_params(config, jax.random.key(1))
+    jax.tree.map(np.testing.assert_array_equal, params, again)
+    assert (params["embed_tokens"] != other["embed_tokens"]).any()
+
+
+def test_runs_are_of_equal_blocks():
+    full, none = BlockConfig("full", 2, 8), BlockConfig("none", 1, 8)
+    config = helpers.tiny(blocks=(full, full, none, full))
+    assert [n for _, n in config.runs] == [2, 1, 1]
+    assert [model.locate_block(config, i) for i in range(4)] == [(0, 0), (0, 1), (1, 0), (2, 0)]
+    assert config.last_attention_block == 3 and config.num_blocks == 4
+    for bad in (-1, 4):
+        with pytest.raises(IndexError, match=f"block {bad} is out of range.*0 to 3"):
+            model.locate_block(config, bad)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stack_and_unstack(name):
+    config, params = MODELS[name], helpers.random_params(MODELS[name], dtype=np.float32)
+    blocks = model.unstack_blocks(config, params)
+    for mine, theirs in zip(blocks, oracle.split_blocks(config, params), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, mine, theirs)
+    jax.tree.map(np.testing.assert_array_equal, model.stack_blocks(config, blocks), params["runs"])
+
+
+def test_misfits_are_named():
+    config, params = helpers.TINY, helpers.random_params(helpers.TINY)
+    runs = params["runs"]["0"]
+    with pytest.raises(ValueError, match=r"runs/0/q_proj.*\(2, 16, 8\).*\(2, 16, 16\)"):
+        model.check_params(config, {**params, "runs": {"0": {**runs, "q_proj": np.zeros((2, 16, 8))}}})
+    with pytest.raises(ValueError, match="lack lm_head"):
+        model.check_params(config, {k: v for k, v in params.items() if k != "lm_head"})
+    with pytest.raises(ValueError, match="runs/0/q_proj_bias"):
+        model.check_params(config, {**params, "runs": {"0": {**runs, "q_proj_bias": np.zeros((2, 16))}}})
+    blocks = model.unstack_blocks(config, params)
+    with pytest.raises(ValueError, match="1 blocks of parameters for a config of 2"):
+        model.stack_blocks(config, blocks[:1])
+    with pytest.raises(ValueError, match=r"block 1 does not fit.*up_proj"):
+        model.stack_blocks(config, [blocks[0], {**blocks[1], "up_proj": np.zeros((16, 8))}])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+        ({"head_dim": 5}, "head_dim must be even.*5"),
+        ({"hidden_act": "swish"}, "'swish'.*silu"),
+        ({"blocks": ()}, "at least one block"),
+        ({"blocks": (BlockConfig("full", 3, 8),)}, "block 0: num_kv_heads 3 must divide the 4"),
+        ({"blocks": (BlockConfig("sliding", 2, 8),)}, "block 0: attention 'sliding'.*full"),
+        ({"blocks": (BlockConfig("full", 2, -1),)}, "block 0: ffn_width.*-1"),
+    ],
+)
+def test_bad_configs(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(helpers.TINY, **changes)
+
+
+def test_bad_rope_scaling():
+    for args, message in (
+        (("yarn", 2.0), "'yarn' is not supported.*llama3, linear"),
+        (("linear", 0.0), "factor must be positive, got 0.0"),
+        (("llama3", 8.0, 4.0, 4.0), "low_freq_factor < high_freq_factor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RopeScaling(*args)
+
+
+def test_configs_are_hashable():
+    assert hash(helpers.MIXED) == hash(dataclasses.replace(helpers.MIXED))
+    assert isinstance(helpers.MIXED, ModelConfig) and helpers.MIXED != helpers.TINY

@@ -1,0 +1,128 @@
+"""The engine's gradients over the cross product of its options: every pair of values occurs, and many triples."""
+
+import helpers
+import jax
+import numpy as np
+import oracle
+import pytest
+
+from lsfuse.model.config import BlockConfig
+
+pytestmark = pytest.mark.slow
+
+TINY, PARAMS = helpers.TINY, helpers.random_params(helpers.TINY, 1)
+BATCHES = {i: helpers.ragged_batch(TINY, i) for i in range(3)}
+UNLIKE = {"mixed": helpers.MIXED, "hollow": helpers.HOLLOW}
+
+FACTORS = {
+    "prefix_grad": ("exact", "stop", 2, 5, 64),
+    "name": ("coupled", "plain_grpo", "plain_gspo", "plain_dpo"),
+    "prefix_activations": ("recompute", "keep", "auto"),
+    "chunk_size": (1, 4, 7, 64),
+    "branch_batch": (1, 2, 4, None),
+    "remat_policy": (
+        "everything_saveable",
+        "nothing_saveable",
+        "dots_saveable",
+        "dots_with_no_batch_dims_saveable",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", helpers.all_pairs(FACTORS), ids=lambda row: "-".join(map(str, row.values())))
+def test_every_pair_of_options(x64, row):
+    options = dict(row)
+    name = options.pop("name")
+    for key, batch in BATCHES.items():
+        helpers.check_step(name, TINY, PARAMS, batch, ("tiny", key), **options)
+
+
+UNLIKE_FACTORS = {
+    "model": tuple(UNLIKE),
+    "prefix_grad": ("exact", "stop", 4),
+    "name": ("coupled", "plain_grpo"),
+    "prefix_activations": ("recompute", "keep"),
+    "remat_policy": ("everything_saveable", "nothing_saveable", "dots_with_no_batch_dims_saveable"),
+}
+
+
+@pytest.mark.parametrize("row", helpers.all_pairs(UNLIKE_FACTORS), ids=lambda row: "-".join(map(str, row.values())))
+def test_unlike_blocks(x64, row):
+    options = {"chunk_size": 3, "branch_batch": 3, **row}
+    name, config = options.pop("name"), UNLIKE[options.pop("model")]
+    params, batch = helpers.random_params(config, 2), helpers.make_batch(config)
+    helpers.check_step(name, config, params, batch, "unlike", **options)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+@pytest.mark.parametrize("prefix_grad", ["exact", "stop"])
+def test_objectives_of_the_rl_package(x64, name, prefix_grad):
+    for key, batch in BATCHES.items():
+        options = {"prefix_grad": prefix_grad, "chunk_size": 4, "branch_batch": 3}
+        helpers.check_step(name, TINY, PARAMS, batch, ("tiny", key), **options)
+
+
+@pytest.mark.parametrize("prefix_grad", ["exact", 3])
+def test_dpo_of_the_rl_package(x64, prefix_grad):
+    """Pairs: even group sizes; one response is empty, one carries no loss."""
+    lengths = ((6, 3, 0, 1), (4, 6), (), (6, 4, 4, 6))
+    batch = helpers.make_batch(TINY, (11, 8, 0, 8), lengths, (11, 4, 6))
+    options = {"prefix_grad": prefix_grad, "chunk_size": 4, "branch_batch": 3}
+    helpers.check_step("dpo", TINY, PARAMS, batch, ("tiny", "pairs"), **options)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses", "options"),
+    [
+        ((1,), ((1,),), {"prefix_grad": "stop"}),
+        ((1, 1), ((4, 2, 1), (1, 0, 4)), {"prefix_grad": "stop", "branch_batch": 1}),
+        ((1, 1), ((4, 2, 1), (1, 0, 4)), {"prefix_grad": 3, "branch_batch": 2}),
+        ((9,), ((1,),), {"prefix_grad": "exact", "chunk_size": 4}),
+        ((9,), ((1,),), {"prefix_grad": "stop"}),
+        ((2,), ((1, 1, 1),), {"prefix_grad": 2, "chunk_size": 1}),
+        ((6, 2), ((3,), (5, 1, 2, 5, 5)), {"prefix_grad": "stop", "chunk_size": 2, "branch_batch": 2}),
+    ],
+)
+def test_small_shapes(x64, prompts, responses, options):
+    batch = helpers.make_batch(TINY, prompts, responses, None, silent=(), tool_tokens=False)
+    key = ("tiny", "shape", prompts, responses)
+    helpers.check_step("coupled", TINY, PARAMS, batch, key, **{"chunk_size": 8, **options})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_lengths(x64, seed):
+    """Lengths that the fast tests leave out, all row lengths from 2 to 17."""
+    batch = helpers.ragged_batch(TINY, 100 + seed, rows=None)
+    for prefix_grad in ("exact", "stop", 5):
+        options = {"prefix_grad": prefix_grad, "chunk_size": 4, "branch_batch": 2}
+        helpers.check_step("coupled", TINY, PARAMS, batch, ("tiny", "any", seed), **options)
+
+
+def test_dense_baseline(x64):
+    for name, policy in (("coupled", "nothing_saveable"), ("plain_grpo", "dots_with_no_batch_dims_saveable")):
+        params, batch = helpers.random_params(helpers.MIXED, 2), helpers.make_batch(helpers.MIXED)
+        helpers.check_step(name, helpers.MIXED, params, batch, "unlike", dense=True, remat_policy=policy)
+    for key, batch in BATCHES.items():
+        helpers.check_step("plain_dpo", TINY, PARAMS, batch, ("tiny", key), dense=True, branch_batch=5)
+
+
+@pytest.mark.parametrize("name", ["coupled", "plain_gspo"])
+@pytest.mark.parametrize("prefix_grad", ["exact", "stop", 4])
+def test_float32_of_unlike_blocks(name, prefix_grad):
+    params = helpers.random_params(helpers.MIXED, 2, np.float32)
+    batch = helpers.make_batch(helpers.MIXED, dtype=np.float32)
+    options = {"prefix_grad": prefix_grad, "chunk_size": 4, "branch_batch": 3}
+    helpers.check_step(name, helpers.MIXED, params, batch, "float32 unlike", tol=1e-5, **options)
+
+
+@pytest.mark.parametrize("prefix_grad", ["exact", "stop"])
+def test_bfloat16_parameters(prefix_grad):
+    """Gradients in the parameters' dtype, a few roundings from the oracle at the same values."""
+    config = helpers.tiny(blocks=(*TINY.blocks, BlockConfig("full", 1, 12)))
+    params = jax.tree.map(lambda x: jax.numpy.asarray(x, jax.numpy.bfloat16), helpers.random_params(config, 1))
+    batch = helpers.make_batch(config, dtype=np.float32)
+    step = helpers.engine("coupled", config, prefix_grad=prefix_grad, chunk_size=4, branch_batch=2)
+    _, grads = step(params, batch)
+    _, want = oracle.value_and_grad(helpers.coupled, config, params, batch, prefix_grad)
+    assert all(g.dtype == jax.numpy.bfloat16 for g in jax.tree.leaves(grads))
+    assert max(oracle.grad_errors(grads, want).values()) < 0.1
