@@ -113,22 +113,28 @@ class Gsm8kTask:
         }
 
     def _check_lengths(self, problems: list[dict[str, str]], limit: int | None, long_prompts: str) -> list:
-        """`problems` whose prompts are within the limit. Only prompts that come near it are tokenised as a whole."""
+        """`problems` whose prompts are within the limit. Only prompts that may come near it are tokenised."""
         if limit is None:
             return problems
         shared = len(self.tokenizer.encode(self.prompt("")))
-        kept = []
+        kept, longest, number = [], ("", 0), 0
         for problem in problems:
-            length = shared + len(self.tokenizer.encode(problem["question"]))
-            if length + 16 > limit:  # tokens at the seams may join differently
-                length = len(self.tokenizer.encode(self.prompt(problem["question"])))
+            question = problem["question"]
+            # A token is a byte or more; the 16 are for tokens that join differently at the seams.
+            length = shared + len(question.encode()) + 16
+            if length > limit:
+                length = len(self.tokenizer.encode(self.prompt(question)))
             if length <= limit:
                 kept.append(problem)
-            elif long_prompts == "error":
-                raise ValueError(
-                    f"{problem['where']}: the prompt has {length} tokens (about {shared} of them shared by all), more"
-                    f" than max_prompt_length {limit}; raise it, take fewer shots, or set long_prompts='drop'"
-                )
+                continue
+            number += 1
+            longest = max(longest, (problem["where"], length), key=lambda item: item[1])
+        if number and long_prompts == "error":
+            raise ValueError(
+                f"{longest[0]}: the prompt has {longest[1]} tokens (about {shared} of them shared by all), more than"
+                f" max_prompt_length {limit}, and so have {number - 1} others; raise it, take fewer shots, or set"
+                " long_prompts='drop'"
+            )
         return kept
 
 
