@@ -17,7 +17,7 @@ from lsfuse.model.config import BlockConfig, ModelConfig, RopeScaling, uniform_b
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "mistral": "MistralForCausalLM"}
 OWN_TYPE, _OWN_ARCHITECTURE = "lsfuse", "LsfuseForCausalLM"
 # What transformers assumes where config.json is silent.
-_DEFAULTS = {
+_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
     "qwen2": {"max_position_embeddings": 32768, "bos_token_id": None, "eos_token_id": None},
     "mistral": {"max_position_embeddings": 131072, "bos_token_id": 1, "eos_token_id": 2},
@@ -168,8 +168,8 @@ def _rope(raw: Mapping[str, Any], length: int) -> tuple[float, RopeScaling | Non
     if kind == "llama3":
         key = "original_max_position_embeddings"
         original = _integer({key: raw.get(key) or rope.get(key) or length}, key)
-        factors = (_number(rope, f) for f in ("factor", "low_freq_factor", "high_freq_factor"))
-        return theta, RopeScaling("llama3", *factors, original)
+        factor, low, high = (_number(rope, f) for f in ("factor", "low_freq_factor", "high_freq_factor"))
+        return theta, RopeScaling("llama3", factor, low, high, original)
     raise ValueError(f"rope type {kind!r} is not supported; supported: default, linear, llama3")
 
 

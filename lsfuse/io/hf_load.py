@@ -175,7 +175,7 @@ def _leaf_dtypes(
                 f"{spec.name} in {info.file} is {found}, the same tensor of an earlier block is {dtypes[spec.path]};"
                 " blocks are stacked, so name the dtype to load"
             )
-    if np.dtype(np.float64) in dtypes.values() and not jax.config.jax_enable_x64:
+    if np.dtype(np.float64) in dtypes.values() and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
         raise ValueError("float64 parameters need jax.config.update('jax_enable_x64', True)")
     return dtypes
 
@@ -184,7 +184,8 @@ def _check_tied(embed: TensorInfo, head: TensorInfo) -> None:
     """Raises ValueError if a checkpoint that says its head is tied brings another head."""
     spec = TensorSpec(embed.name, embed.shape, ())
     for start, stop in spec.pieces(8):
-        if not np.array_equal(*(read_rows(info, start, stop).view(np.uint8) for info in (embed, head))):
+        one, other = (read_rows(info, start, stop).view(np.uint8) for info in (embed, head))
+        if not np.array_equal(one, other):
             raise ValueError(
                 f"config.json says tie_word_embeddings true, but {HEAD} in {head.file} differs from {EMBED} (in rows"
                 f" {start} to {stop - 1}): set tie_word_embeddings to false to use that head, or remove the tensor"

@@ -149,7 +149,9 @@ def write_file(file: Path, plans: Sequence[TensorPlan], pieces: Iterable[np.ndar
     expected = sum(plan.nbytes for plan in plans)
     with open(file, "wb") as f:
         f.write(header_bytes(plans))
-        written = sum(f.write(memoryview(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))) for piece in pieces)
+        written = 0
+        for piece in pieces:
+            written += f.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
         f.flush()
         os.fsync(f.fileno())
     if written != expected:
