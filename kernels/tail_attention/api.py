@@ -42,8 +42,8 @@ def forward(
       own_lengths: int32 [B].
       prefix: shared by all branches, or None.
 
-    Returns: (o [K, B, T, g, H] in q's dtype, lse [K, B, T, g] float32 or wider). A query that sees no key gets o = 0 and
-    lse = -inf.
+    Returns: (o [K, B, T, g, H] in q's dtype, lse [K, B, T, g] float32 or wider). A query that sees no key gets o = 0
+    and lse = -inf.
     """
     _check(q, own_k, own_v, own_lengths, prefix)
     scaled = q * q.shape[-1] ** -0.5

@@ -42,10 +42,9 @@ def _normalise(acc: Array, top: Array, total: Array) -> tuple[Array, Array]:
     return acc / norm[..., None], jnp.where(total == 0, -jnp.inf, top + jnp.log(norm))
 
 
-def _online(carry, scores, mask, values):
+def _online(carry, scores, values):
     """One step of the online softmax: `scores` [..., rows, keys] join (acc [..., rows, H], max, sum)."""
     acc, top, total = carry
-    scores = jnp.where(mask, scores, -jnp.inf)
     new = jnp.maximum(top, scores.max(-1))
     safe = jnp.where(jnp.isneginf(new), 0.0, new)
     p = jnp.exp(scores - safe[..., None])
@@ -94,6 +93,11 @@ def _corner(layer, position) -> tuple[Array, ...]:
     return tuple(jnp.asarray(i, jnp.int32) for i in (layer, 0, position, 0))
 
 
+def _bias(mask: Array, q: Array) -> Array:
+    """0 where `mask`, else -inf: added to scores, it costs no pass over them of its own."""
+    return jnp.where(mask, 0.0, -jnp.inf).astype(_accumulator(q))
+
+
 def _prefix_tile(k: Array, v: Array, layer, start, j, tile: int, lo, hi):
     """Keys and values [K, tile, H] of tile j of [lo, hi), zero outside, and their mask [tile]. `start`: clamped."""
     keys = start + jnp.arange(tile)
@@ -111,7 +115,7 @@ def prefix_forward(q: Array, k: Array, v: Array, layer, length) -> tuple[Array, 
         def step(j, carry):
             kt, vt, mask = _prefix_tile(k, v, layer, jnp.minimum(j * tile, size - tile), j, tile, 0, length)
             scores = jnp.einsum("krh,ksh->krs", qt, kt, preferred_element_type=_accumulator(qt))
-            return _online(carry, scores, mask, vt)
+            return _online(carry, scores + _bias(mask, qt), vt)
 
         return None, _normalise(*lax.fori_loop(0, _tiles(length, tile), step, _online_start(qt)))
 
@@ -137,7 +141,7 @@ def prefix_backward(q, k, v, layer, lo, hi, do, lse, delta, dk=None, dv=None):
             at = jnp.minimum(j * tile, room - tile)
             start = jnp.minimum(lo + j * tile, size - tile) if dk is None else lo + at
             kt, vt, mask = _prefix_tile(k, v, layer, start, j, tile, lo, hi)
-            p, ds = _scores_backward("ksh,krh->ksr", kt, vt, qt, dot, lset, deltat, mask[:, None])
+            p, ds = _scores_backward("ksh,krh->ksr", kt, vt, qt, dot, lset, deltat, _bias(mask, qt)[:, None])
             dq = dq + _product("khs,ksr->khr", _transposed(kt), ds)
             if dk is not None:
                 dk = _add_tile(dk, _product("ksr,krh->ksh", ds, qt), layer, at)
@@ -205,7 +209,7 @@ def own_forward(q: Array, k: Array, v: Array, lengths: Array, offset) -> tuple[A
         def step(j, carry):
             kt, vt, _, mask = _own_tile(k, v, i, j, q_tile, k_tile, group, lengths, offset)
             scores = jnp.einsum("kbrh,kbsh->kbrs", qt, kt, preferred_element_type=_accumulator(q))
-            return _online(carry, scores, mask, vt)
+            return _online(carry, scores + _bias(mask, q), vt)
 
         if k.shape[2] == k_tile:
             return i + 1, _normalise(*step(0, _online_start(qt)))
@@ -228,7 +232,7 @@ def own_backward(q, k, v, lengths, offset, do, lse, delta) -> tuple[Array, Array
         def step(j, carry):
             dq, dk, dv = carry
             kt, vt, start, mask = _own_tile(k, v, i, j, q_tile, k_tile, group, lengths, offset)
-            p, ds = _scores_backward("kbsh,kbrh->kbsr", kt, vt, qt, dot, lset, deltat, mask.mT)
+            p, ds = _scores_backward("kbsh,kbrh->kbsr", kt, vt, qt, dot, lset, deltat, _bias(mask, qt).mT)
             dq = dq + _product("kbhs,kbsr->kbhr", _transposed(kt), ds)
             dk, dv = (
                 lax.dynamic_update_slice_in_dim(
@@ -271,9 +275,9 @@ def _product(spec: str, a: Array, b: Array) -> Array:
     return jnp.einsum(spec, a.astype(dtype), b.astype(dtype), preferred_element_type=_accumulator(a))
 
 
-def _scores_backward(spec: str, k, v, q, do, lse, delta, mask):
+def _scores_backward(spec: str, k, v, q, do, lse, delta, bias):
     """Probabilities and cotangents of the scores, both [..., keys, rows]."""
-    p = jnp.exp(jnp.einsum(spec, k, q, preferred_element_type=_accumulator(q)) - lse[..., None, :])
-    p = jnp.where(mask, p, 0.0)
+    scores = jnp.einsum(spec, k, q, preferred_element_type=_accumulator(q))
+    p = jnp.exp(scores + bias - lse[..., None, :])
     dp = jnp.einsum(spec, v, do.astype(v.dtype), preferred_element_type=_accumulator(q))
     return p, p * (dp - delta[..., None, :])

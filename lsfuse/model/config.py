@@ -106,7 +106,8 @@ class ModelConfig:
         for i, block in enumerate(self.blocks):
             if block.attention not in ATTENTION_KINDS:
                 raise ValueError(
-                    f"block {i}: attention {block.attention!r} is not supported; supported: {', '.join(ATTENTION_KINDS)}"
+                    f"block {i}: attention {block.attention!r} is not supported; supported:"
+                    f" {', '.join(ATTENTION_KINDS)}"
                 )
             if block.ffn_width < 0:
                 raise ValueError(f"block {i}: ffn_width must be 0 (no FFN) or more, got {block.ffn_width}")

@@ -72,6 +72,14 @@ def add_block_grads(grads: dict[str, Array], layer: Array | int, dp: dict[str, A
     return {**grads, **{name: add(grads[name], new) for name, new in dp.items()}}
 
 
+def _read_block(buffer: Array, layer: Array, chunk: Array | None) -> Array:
+    """Entry `layer` of [blocks, ...], or entry (chunk, layer) of [chunks, blocks, ...]."""
+    if chunk is None:
+        return lax.dynamic_index_in_dim(buffer, layer, 0, keepdims=False)
+    start = (chunk, layer, *(0,) * (buffer.ndim - 2))
+    return lax.dynamic_slice(buffer, [jnp.asarray(i, jnp.int32) for i in start], (1, 1, *buffer.shape[2:]))[0, 0]
+
+
 def _segments(config: ModelConfig, upto: int | None):
     """(run, block, how many of the run's blocks) for the blocks before `upto` (None: all)."""
     first = 0
@@ -124,20 +132,23 @@ def run_blocks_backward(
     upto: int | None = None,
     own_at: Array | None = None,
     down_at: Array | None = None,
+    kept_at: Array | None = None,
 ) -> tuple[Array, Params, PrefixState | None]:
     """Backward of `run_blocks` from what it kept ("x" and a policy's names).
 
     dstate: cotangents of the differentiable positions of the prefix, added to in place; None if there are none.
     down_at: where in `dstate` the cotangents of these tokens' own keys and values stand (prefix chunks).
+    kept_at: index into a leading axis of everything in `kept` (one entry a chunk), which is thus read a block at a
+        time and never copied out; None where there is no such axis.
 
     Returns: (cotangent of the input, grads, dstate).
     """
     for run, block, count in reversed(list(_segments(config, upto))):
         dprefix = None if dstate is None or not block.has_attention else (dstate.k[run], dstate.v[run])
 
-        def body(carry, xs, run=run, block=block):
+        def body(carry, layer, run=run, block=block):
             dx, run_grads, dprefix = carry
-            layer, saved = xs
+            saved = {name: _read_block(buffer, layer, kept_at) for name, buffer in kept[run].items()}
             dkv = None
             if block.has_attention and own_at is not None:
                 count_own = dx.shape[1]
@@ -163,7 +174,7 @@ def run_blocks_backward(
             return (dx, add_block_grads(run_grads, layer, dp), dprefix), None
 
         carry = (dx, grads["runs"][run], dprefix)
-        (dx, run_grads, dprefix), _ = lax.scan(body, carry, (jnp.arange(count), kept[run]), reverse=True)
+        (dx, run_grads, dprefix), _ = lax.scan(body, carry, jnp.arange(count), reverse=True)
         grads = {**grads, "runs": {**grads["runs"], run: run_grads}}
         if dprefix is not None:
             dstate = PrefixState({**dstate.k, run: dprefix[0]}, {**dstate.v, run: dprefix[1]})

@@ -16,7 +16,7 @@ class Batch:
     prompt_lengths: int32 [B]; at least 1, or 0 for a group that is only padding.
     completion_ids: int32 [B, G, R].
     completion_lengths: int32 [B, G]; 0 is an empty response.
-    completion_mask: [B, G, R], non-zero where the token carries loss. Tokens with mask 0 inside the length stay context.
+    completion_mask: [B, G, R], non-zero where the token carries loss. Tokens of mask 0 inside the length stay context.
     group_sizes: int32 [B], branches that exist; branches beyond are padding.
     advantages: float32 [B, G] (or [B, G, R]).
     old_per_token_logps, ref_per_token_logps: float32 [B, G, R], or None where the objective needs none.

@@ -111,11 +111,9 @@ def prefix_bounds(geometry: Geometry, prompt_length: Array) -> tuple[Array, Arra
 
 
 def pad_batch(batch: Batch, geometry: Geometry) -> Batch:
-    """Pads prompts to the state's room and branches to whole branch batches, and clears what padding holds."""
+    """Pads branches to whole branch batches, and clears what the mask holds in padding."""
     batch = batch.replace(completion_mask=batch.loss_mask)
     extra = geometry.branches - batch.completion_ids.shape[1]
-    width = geometry.state + geometry.chunk - batch.prompt_ids.shape[1]
-    batch = batch.replace(prompt_ids=jnp.pad(batch.prompt_ids, ((0, 0), (0, max(width, 1)))))
     if not extra:
         return batch
     shared = {name: getattr(batch, name) for name in ("prompt_ids", "prompt_lengths", "group_sizes")}

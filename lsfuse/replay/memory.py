@@ -17,7 +17,7 @@ def state_bytes_per_token(model: ModelConfig, dtype) -> int:
 
 
 def kept_bytes_per_token(model: ModelConfig, policy: str, dtype, *, with_kv: bool = False) -> int:
-    """Bytes of the piece boundaries that `policy` keeps of one prefix token (`with_kv`: of a tail token, all blocks)."""
+    """Bytes of what `policy` keeps of one prefix token; `with_kv`: of one tail token, which runs all blocks."""
     item, wide = jnp.dtype(dtype).itemsize, jnp.promote_types(dtype, jnp.float32).itemsize
     names = saved_names(policy)
     blocks = model.blocks if with_kv else model.blocks[: max(model.last_attention_block, 0)]

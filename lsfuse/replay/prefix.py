@@ -42,7 +42,7 @@ def kept_names(policy: str) -> tuple[str, ...]:
 
 
 def _chunk_inputs(params, config, ids, at, end, size):
-    chunk_ids = lax.dynamic_slice_in_dim(ids, at, size)
+    chunk_ids = lax.dynamic_slice_in_dim(jnp.pad(ids, (0, size)), at, size)
     count = jnp.clip(end - at, 0, size)
     valid = jnp.arange(size) < count
     x = embed(params, chunk_ids, valid)[None]
@@ -79,7 +79,7 @@ def capture(
     """State of x[0 : P - 1] of one prompt.
 
     Args:
-      prompt_ids: int32 [at least `geometry.state`]; prompt_length: int32 scalar.
+      prompt_ids: int32 [P]; prompt_length: int32 scalar.
       state: buffers to write into (what they hold does not matter); None makes new ones.
       keep: a remat policy whose boundaries are returned for the differentiable part; None returns none.
     """
@@ -147,14 +147,23 @@ def prefix_backward(
         if kept is None:
             x, saved = run_blocks(params, config, x, tokens, context, kept_names(policy), upto=last, own_at=at)
         else:
-            x, saved = jax.tree.map(
-                lambda b: lax.dynamic_index_in_dim(b, i, 0, keepdims=False), (kept.last, kept.blocks)
-            )
+            x, saved = lax.dynamic_index_in_dim(kept.last, i, 0, keepdims=False), kept.blocks
         p = subset(block_params(params, str(run), layer), KEYS_VALUES)
         dx, dp = keys_values_backward(config, p, x, tokens, read_state(dstate, str(run), layer, down_at, size))
         runs = {**grads["runs"], str(run): add_block_grads(grads["runs"][str(run)], layer, dp)}
         dx, grads, dstate = run_blocks_backward(
-            params, config, dx, saved, tokens, context, {**grads, "runs": runs}, dstate, last, at, down_at
+            params,
+            config,
+            dx,
+            saved,
+            tokens,
+            context,
+            {**grads, "runs": runs},
+            dstate,
+            upto=last,
+            own_at=at,
+            down_at=down_at,
+            kept_at=None if kept is None else i,
         )
         return dstate, embed_backward(grads, ids, valid, dx[0])
 

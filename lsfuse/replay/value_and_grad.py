@@ -1,40 +1,14 @@
-"""The replay engine: a drop-in for `jax.value_and_grad` on a batch of groups.
-
-    capture    prefix chunks → state S
-    branches   tail forward against S, loss, backward → gradients, cotangents dS
-    reverse    prefix chunks, last first: dS → gradients, dS of the chunks before
-
-All loops have dynamic bounds: padded shapes are fixed by the batch, lengths are data, one compilation serves a run.
-"""
+"""`replay.value_and_grad` and `replay.per_token_logps`: the engine's public face."""
 
 from collections.abc import Callable
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-from jax import lax
 
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.params import check_params
-from lsfuse.model.state import PrefixState, init_state
-from lsfuse.model.transformer import Context
 from lsfuse.replay.batch import Batch
-from lsfuse.replay.geometry import (
-    Geometry,
-    Options,
-    branch_slice,
-    group_slice,
-    make_geometry,
-    pad_batch,
-    prefix_bounds,
-)
-from lsfuse.replay.memory import resolve_prefix_activations
-from lsfuse.replay.objective import Mean, Objective, ObjectiveFn, as_objective
-from lsfuse.replay.prefix import capture, prefix_backward
-from lsfuse.replay.tails import tails_backward, tails_forward
+from lsfuse.replay.engine import Engine, GradFn, grad_function
+from lsfuse.replay.geometry import Options
+from lsfuse.replay.objective import Objective, ObjectiveFn, as_objective
 from lsfuse.types import Array, Params
-
-GradFn = Callable[[Params, Batch], tuple[tuple[Array, dict[str, Any]], Params]]
 
 
 def value_and_grad(
@@ -69,24 +43,10 @@ def value_and_grad(
 
     Raises: ValueError for an option out of range, or parameters that do not fit `model`.
     """
-    objective = as_objective(objective)
     options = Options(
         prefix_grad, chunk_size, branch_batch, remat_policy, prefix_activations, memory_budget, temperature
     )
-
-    def f(params: Params, batch: Batch):
-        check_params(model, params)
-        if objective.prepare is not None:
-            batch = objective.prepare(batch)
-        groups, branches, response = batch.completion_ids.shape
-        geometry = make_geometry(options, batch.prompt_ids.shape[1], branches, response)
-        engine = _Engine(params, model, options, geometry, pad_batch(batch, geometry), objective)
-        coupling = "group" if objective.coupling == "batch" and groups == 1 else objective.coupling
-        loss, metrics, grads = engine.batch_coupled(batch) if coupling == "batch" else engine.summed(coupling)
-        metrics = {k: m.compute() if isinstance(m, Mean) else m for k, m in metrics.items()}
-        return (loss, metrics), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-
-    return f
+    return grad_function(as_objective(objective), model, options)
 
 
 def per_token_logps(
@@ -100,187 +60,8 @@ def per_token_logps(
 
     def f(params: Params, batch: Batch):
         check_params(model, params)
-        geometry = make_geometry(options, batch.prompt_ids.shape[1], *batch.completion_ids.shape[1:])
-        engine = _Engine(params, model, options, geometry, pad_batch(batch, geometry), None)
-        logps, entropies = engine.score()
+        logps, entropies = Engine(params, model, options, batch, None).score()
         branches = batch.completion_ids.shape[1]
         return logps[:, :branches], entropies[:, :branches]
 
     return f
-
-
-class _Engine:
-    """The passes over one padded batch, sharing its static sizes. Every method is a pure function of its arrays."""
-
-    def __init__(
-        self,
-        params: Params,
-        model: ModelConfig,
-        options: Options,
-        geometry: Geometry,
-        batch: Batch,
-        objective: Objective | None,
-    ):
-        self.params, self.model, self.options, self.geometry = params, model, options, geometry
-        self.batch, self.objective = batch, objective
-        self.dtype = params["embed_tokens"].dtype
-        self.wide = jnp.promote_types(self.dtype, jnp.float32)
-        kept = geometry.grad_tokens and resolve_prefix_activations(model, options, geometry, self.dtype) == "keep"
-        self.keep = options.remat_policy if kept else None
-
-    # --- pieces of a group ---
-
-    def _context(self, group: Batch, state: PrefixState) -> Context:
-        start, end = prefix_bounds(self.geometry, group.prompt_lengths[0])
-        return Context(state, end, None if self.geometry.exact else start)
-
-    def _capture(self, group: Batch, state: PrefixState, keep: str | None):
-        ids, length = group.prompt_ids[0], group.prompt_lengths[0]
-        return capture(self.params, self.model, ids, length, self.geometry, state, keep)
-
-    def _branch_batches(self, group: Batch) -> Array:
-        size = self.geometry.branch_batch
-        return (group.group_sizes[0] + size - 1) // size
-
-    def _tails(self, part: Batch, context: Context, policy: str | None):
-        return tails_forward(self.params, self.model, part, context, self.options.temperature, policy)
-
-    def _score_group(self, group: Batch, context: Context) -> tuple[Array, Array]:
-        """Pass A: (per_token_logps, entropies) [1, G, R], no gradient."""
-        size, shape = self.geometry.branch_batch, (1, self.geometry.branches, self.geometry.response)
-
-        def some(i, out):
-            logps, entropies, _ = self._tails(branch_slice(group, i * size, size), context, None)
-            return tuple(
-                lax.dynamic_update_slice_in_dim(o, x, i * size, 1) for o, x in zip(out, (logps, entropies), strict=True)
-            )
-
-        zeros = jnp.zeros(shape, self.wide)
-        return lax.fori_loop(0, self._branch_batches(group), some, (zeros, zeros))
-
-    def _group_backward(self, group: Batch, state, grads, kept, cotangents, loss, metrics):
-        """Tails forward and backward, then the prefix. cotangents: [1, G, R] each, or None to take them, and the loss
-        and metrics, from the objective branch batch by branch batch."""
-        size, context = self.geometry.branch_batch, self._context(group, state)
-        dstate = None
-        if self.geometry.grad_tokens and self.model.last_attention_block >= 0:
-            dstate = init_state(self.model, self.geometry.cotangent, self.wide)
-
-        def some(i, carry):
-            grads, dstate, loss, metrics = carry
-            part = branch_slice(group, i * size, size)
-            logps, entropies, saved = self._tails(part, context, self.options.remat_policy)
-            if cotangents is None:
-                value, more, (dlogps, dentropies) = self._objective_vjp(logps, entropies, part)
-                loss, metrics = loss + value, _add_metrics(metrics, more)
-            else:
-                dlogps, dentropies = (lax.dynamic_slice_in_dim(c, i * size, size, 1) for c in cotangents)
-            grads, dstate = tails_backward(
-                self.params,
-                self.model,
-                part,
-                context,
-                self.options.temperature,
-                saved,
-                dlogps,
-                dentropies,
-                grads,
-                dstate,
-            )
-            return grads, dstate, loss, metrics
-
-        carry = (grads, dstate, loss, metrics)
-        grads, dstate, loss, metrics = lax.fori_loop(0, self._branch_batches(group), some, carry)
-        if dstate is not None:
-            ids, length = group.prompt_ids[0], group.prompt_lengths[0]
-            args = (self.params, self.model, ids, length, self.geometry, state, dstate, grads, kept)
-            grads = prefix_backward(*args, self.options.remat_policy)
-        return grads, loss, metrics
-
-    def _objective_vjp(self, logps: Array, entropies: Array, batch: Batch):
-        (loss, metrics), pull = _vjp_with_aux(self.objective, logps, entropies, batch)
-        return loss, metrics, pull
-
-    # --- passes over the batch ---
-
-    def _zero_grads(self) -> Params:
-        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), self.params)
-
-    def _state(self) -> PrefixState:
-        return init_state(self.model, self.geometry.state, self.dtype)
-
-    def _groups(self) -> int:
-        return self.batch.prompt_ids.shape[0]
-
-    def summed(self, coupling: str):
-        """An objective that is a sum over branches or groups: one visit to every group."""
-        per_branch = coupling == "branch"
-        probe = group_slice(self.batch, 0)
-        if per_branch:
-            probe = branch_slice(probe, 0, self.geometry.branch_batch)
-        zeros = jnp.zeros(probe.completion_ids.shape, self.wide)
-        loss, metrics = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype),
-            jax.eval_shape(lambda: _vjp_with_aux(self.objective, zeros, zeros, probe)[0]),
-        )
-
-        def one(b, carry):
-            state, grads, loss, metrics = carry
-            group = group_slice(self.batch, b)
-            state, kept = self._capture(group, state, self.keep)
-            cotangents = None
-            if not per_branch:
-                scores = self._score_group(group, self._context(group, state))
-                value, more, cotangents = self._objective_vjp(*scores, group)
-                loss, metrics = loss + value, _add_metrics(metrics, more)
-            grads, loss, metrics = self._group_backward(group, state, grads, kept, cotangents, loss, metrics)
-            return state, grads, loss, metrics
-
-        carry = (self._state(), self._zero_grads(), loss, metrics)
-        _, grads, loss, metrics = _loop(self._groups(), one, carry)
-        return loss, metrics, grads
-
-    def score(self) -> tuple[Array, Array]:
-        """(per_token_logps, entropies) of every group, [B, padded G, R]."""
-
-        def one(b, carry):
-            state, out = carry
-            group = group_slice(self.batch, b)
-            state, _ = self._capture(group, state, None)
-            scores = self._score_group(group, self._context(group, state))
-            return state, tuple(lax.dynamic_update_slice_in_dim(o, s, b, 0) for o, s in zip(out, scores, strict=True))
-
-        zeros = jnp.zeros((self._groups(), self.geometry.branches, self.geometry.response), self.wide)
-        return _loop(self._groups(), one, (self._state(), (zeros, zeros)))[1]
-
-    def batch_coupled(self, original: Batch):
-        """An objective that couples groups: score all of them, then visit each again (its prefix captured again)."""
-        branches = original.completion_ids.shape[1]
-        scores = (s[:, :branches] for s in self.score())
-        loss, metrics, cotangents = self._objective_vjp(*scores, original)
-        extra = self.geometry.branches - branches
-        cotangents = tuple(jnp.pad(c, ((0, 0), (0, extra), (0, 0))) for c in cotangents)
-
-        def one(b, carry):
-            state, grads = carry
-            group = group_slice(self.batch, b)
-            state, kept = self._capture(group, state, self.keep)
-            part = tuple(lax.dynamic_slice_in_dim(c, b, 1, 0) for c in cotangents)
-            return state, self._group_backward(group, state, grads, kept, part, 0.0, {})[0]
-
-        _, grads = _loop(self._groups(), one, (self._state(), self._zero_grads()))
-        return loss, metrics, grads
-
-
-def _loop(count: int, body, carry):
-    return body(0, carry) if count == 1 else lax.fori_loop(0, count, body, carry)
-
-
-def _vjp_with_aux(objective: Objective, logps: Array, entropies: Array, batch: Batch):
-    """((loss, metrics), (dlogps, dentropies))."""
-    loss, pull, metrics = jax.vjp(lambda a, b: objective(a, b, batch), logps, entropies, has_aux=True)
-    return (loss, metrics), pull(jnp.ones_like(loss))
-
-
-def _add_metrics(total: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    return {k: v + more[k] for k, v in total.items()}
