@@ -93,7 +93,7 @@ def main(argv: list[str]) -> None:
     params = models.init_params(model, jax.random.key(0))
     batch = make_batch(model, _P.value, _R.value, _G.value)
     replay.check_batch(batch, model)
-    modes = [*_MODES.value, *([_N.value] if _N.value else [])]
+    modes: list[str | int] = [*_MODES.value, *([_N.value] if _N.value else [])]
     rows = measure.compare(
         model,
         params,

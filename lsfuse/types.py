@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
-Array = jax.Array
+Array = jax.Array | np.ndarray
 
 # A nested dict of arrays: {"embed_tokens": [V, D], "runs": {"0": {...}}, "norm": [D], "lm_head": [D, V]}.
 Params = Mapping[str, Any]

@@ -5,6 +5,7 @@ the block's input. The backward differentiates the pieces by `jax.vjp` and atten
 """
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from lsfuse.kernels import tail_attention
@@ -96,7 +97,8 @@ def block_backward(
     Returns: (dx, gradients by parameter name, dprefix).
     """
     saved = complete(config, block, p, tokens, prefix, saved)
-    x, dp, dx, dmid = saved["x"], {}, 0.0, dy
+    dp: dict[str, Array] = {}
+    x, dx, dmid = saved["x"], jnp.zeros((), dy.dtype), dy
     if block.has_ffn:
         _, vjp = jax.vjp(lambda p, g, u: layers.ffn_out(config, p, g, u), subset(p, layers.FFN_OUT), *_pair(saved))
         d_out, dgate, dup = vjp(dy)

@@ -63,7 +63,8 @@ def stack_blocks(config: ModelConfig, blocks: Sequence[dict[str, Array]]) -> dic
         raise ValueError(f"{len(blocks)} blocks of parameters for a config of {config.num_blocks} blocks")
     for i, (block, leaves) in enumerate(zip(config.blocks, blocks, strict=True)):
         _check_block(config, i, block, leaves)
-    runs, start = {}, 0
+    runs: dict[str, dict[str, Array]] = {}
+    start = 0
     for r, (_, n) in enumerate(config.runs):
         members = blocks[start : start + n]
         runs[str(r)] = {name: jnp.stack([leaves[name] for leaves in members]) for name in members[0]}

@@ -37,12 +37,16 @@ def rope_tables(config: ModelConfig, positions: Array, dtype) -> tuple[Array, Ar
     if jnp.dtype(dtype) == jnp.float64:
         angles = positions[..., None].astype(jnp.float64) * inv
         return jnp.cos(angles), jnp.sin(angles)
-    cos, sin = None, None
-    for digit in range(_DIGITS):
-        table = (np.arange(_BASE, dtype=np.float64) * _BASE**digit)[:, None] * inv
-        index = (positions >> (8 * digit)) & (_BASE - 1)
-        c, s = (jnp.asarray(f(table).astype(np.float32))[index] for f in (np.cos, np.sin))
-        cos, sin = (c, s) if cos is None else (cos * c - sin * s, sin * c + cos * s)
+
+    def digit(i: int) -> tuple[Array, Array]:
+        table = (np.arange(_BASE, dtype=np.float64) * _BASE**i)[:, None] * inv
+        index = (positions // _BASE**i) % _BASE
+        return jnp.asarray(np.cos(table), jnp.float32)[index], jnp.asarray(np.sin(table), jnp.float32)[index]
+
+    cos, sin = digit(0)
+    for i in range(1, _DIGITS):
+        c, s = digit(i)
+        cos, sin = cos * c - sin * s, sin * c + cos * s
     return cos, sin
 
 

@@ -38,6 +38,11 @@ class Context:
         return tail_attention.Prefix(self.state.k[run], self.state.v[run], layer, self.length, self.constant)
 
 
+def no_prefix() -> Context:
+    """For rows that stand alone."""
+    return Context(PrefixState({}, {}), jnp.int32(0))
+
+
 def make_tokens(config: ModelConfig, first: Array | int, count: int, lengths: Array, dtype) -> Tokens:
     """`count` tokens a row at positions `first` …; lengths [B] of them valid."""
     rope_dtype = jnp.promote_types(dtype, jnp.float32)
@@ -46,7 +51,7 @@ def make_tokens(config: ModelConfig, first: Array | int, count: int, lengths: Ar
 
 def embed(params: Params, ids: Array, valid: Array) -> Array:
     """Rows of the embedding [..., D]; zero where not `valid`, whatever the id there."""
-    table = params["embed_tokens"]
+    table = jnp.asarray(params["embed_tokens"])  # a numpy array cannot be indexed by a tracer
     return jnp.where(valid[..., None], table[jnp.where(valid, ids, 0)], 0)
 
 
@@ -144,7 +149,7 @@ def run_blocks_backward(
     Returns: (cotangent of the input, grads, dstate).
     """
     for run, block, count in reversed(list(_segments(config, upto))):
-        dprefix = None if dstate is None or not block.has_attention else (dstate.k[run], dstate.v[run])
+        dprefix = (dstate.k[run], dstate.v[run]) if dstate is not None and block.has_attention else None
 
         def body(carry, layer, run=run, block=block):
             dx, run_grads, dprefix = carry
@@ -176,7 +181,7 @@ def run_blocks_backward(
         carry = (dx, grads["runs"][run], dprefix)
         (dx, run_grads, dprefix), _ = lax.scan(body, carry, jnp.arange(count), reverse=True)
         grads = {**grads, "runs": {**grads["runs"], run: run_grads}}
-        if dprefix is not None:
+        if dstate is not None and dprefix is not None:
             dstate = PrefixState({**dstate.k, run: dprefix[0]}, {**dstate.v, run: dprefix[1]})
     return dx, grads, dstate
 
@@ -191,7 +196,7 @@ def _rows(params: Params, config: ModelConfig, x: Array, lengths: Array, policy:
 
 def _rows_fwd(params, config, x, lengths, policy):
     tokens = make_tokens(config, 0, x.shape[1], lengths, x.dtype)
-    x, kept = run_blocks(params, config, x, tokens, _no_prefix(), ("x", *saved_names(policy)))
+    x, kept = run_blocks(params, config, x, tokens, no_prefix(), ("x", *saved_names(policy)))
     return x, (params, kept, lengths)
 
 
@@ -199,15 +204,11 @@ def _rows_bwd(config, policy, residuals, dy):
     params, kept, lengths = residuals
     tokens = make_tokens(config, 0, dy.shape[1], lengths, dy.dtype)
     grads = jax.tree.map(jnp.zeros_like, params)
-    dx, grads, _ = run_blocks_backward(params, config, dy, kept, tokens, _no_prefix(), grads, None)
+    dx, grads, _ = run_blocks_backward(params, config, dy, kept, tokens, no_prefix(), grads, None)
     return grads, dx, None
 
 
 _rows.defvjp(_rows_fwd, _rows_bwd)
-
-
-def _no_prefix() -> Context:
-    return Context(PrefixState({}, {}), jnp.int32(0))
 
 
 def forward(

@@ -8,8 +8,7 @@ from flax import struct
 from lsfuse.types import Array
 
 
-@struct.dataclass
-class Batch:
+class Batch(struct.PyTreeNode):
     """B groups of up to G branches. Lengths are data; padding may hold anything.
 
     prompt_ids: int32 [B, P], tokens at 0 … prompt_lengths - 1.

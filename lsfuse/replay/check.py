@@ -21,7 +21,9 @@ def check_batch(batch: Batch, model: ModelConfig) -> None:
     _range("group_sizes", b.group_sizes, 0, branches, "the padded number of branches")
     exists = np.arange(branches) < b.group_sizes[:, None]
     _range("prompt_lengths", b.prompt_lengths, 0, prompt, "the padded prompt")
-    for g in np.flatnonzero((b.prompt_lengths == 0) & (b.group_sizes > 0)):
+    empty = np.flatnonzero((b.prompt_lengths == 0) & (b.group_sizes > 0))
+    if empty.size:
+        g = int(empty[0])
         raise ValueError(
             f"group {g} has {b.group_sizes[g]} branches and an empty prompt; a prompt has at least 1 token"
         )

@@ -10,15 +10,21 @@ from lsfuse.model.blocks import saved_names
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.logprobs import token_logprobs, token_logprobs_backward
 from lsfuse.model.state import PrefixState
-from lsfuse.model.transformer import Context, embed, embed_backward, make_tokens, run_blocks, run_blocks_backward
+from lsfuse.model.transformer import (
+    Context,
+    embed,
+    embed_backward,
+    make_tokens,
+    no_prefix,
+    run_blocks,
+    run_blocks_backward,
+)
 from lsfuse.replay.batch import Batch
 from lsfuse.replay.engine import Branches, GradFn, grad_function
 from lsfuse.replay.geometry import Options
 from lsfuse.replay.objective import Objective, ObjectiveFn, as_objective
 from lsfuse.replay.tails import TailSaved
 from lsfuse.types import Array, Params
-
-_NO_PREFIX = Context(PrefixState({}, {}), 0)
 
 
 def _inputs(batch: Batch, config: ModelConfig, dtype):
@@ -45,7 +51,7 @@ def rows_forward(
     """`tails_forward` with the prompt in every row; `context` is not read."""
     ids, valid, tokens, predicted, here, labels = _inputs(batch, config, params["embed_tokens"].dtype)
     keep = () if policy is None else ("x", *saved_names(policy))
-    x, kept = run_blocks(params, config, embed(params, ids, valid), tokens, _NO_PREFIX, keep)
+    x, kept = run_blocks(params, config, embed(params, ids, valid), tokens, no_prefix(), keep)
     x = x[:, predicted]
     logps, entropies, head = token_logprobs(params, config, x.reshape(-1, x.shape[-1]), labels.reshape(-1), temperature)
     logps, entropies = (jnp.where(here, y.reshape(here.shape), 0)[None] for y in (logps, entropies))
@@ -75,7 +81,7 @@ def rows_backward(
     )
     dx = jnp.where(here[..., None], dx.reshape(saved.x.shape), 0)
     dx = jnp.zeros((*ids.shape, dx.shape[-1]), dx.dtype).at[:, predicted].add(dx)
-    dx, grads, _ = run_blocks_backward(params, config, dx, saved.kept, tokens, _NO_PREFIX, grads, None)
+    dx, grads, _ = run_blocks_backward(params, config, dx, saved.kept, tokens, no_prefix(), grads, None)
     return embed_backward(grads, ids, valid, dx), dstate
 
 

@@ -50,6 +50,7 @@ class Branches(NamedTuple):
 
 
 TAILS = Branches(tails_forward, tails_backward, shared=True)
+_NO_OBJECTIVE = Objective(lambda logps, entropies, batch: (jnp.zeros(()), {}), name="none")
 
 
 def grad_function(objective: Objective, model: ModelConfig, options: Options, branches: Branches = TAILS) -> GradFn:
@@ -80,7 +81,7 @@ class Engine:
         model: ModelConfig,
         options: Options,
         batch: Batch,
-        objective: Objective | None,
+        objective: Objective = _NO_OBJECTIVE,
         branches: Branches = TAILS,
     ):
         self.params, self.model, self.options, self.branches = params, model, options, branches
@@ -222,8 +223,8 @@ class Engine:
     def batch_coupled(self, original: Batch):
         """An objective that couples groups: score all of them, then visit each again (its prefix captured again)."""
         branches = original.completion_ids.shape[1]
-        scores = (s[:, :branches] for s in self.score())
-        loss, metrics, cotangents = self._objective_vjp(*scores, original)
+        logps, entropies = (s[:, :branches] for s in self.score())
+        loss, metrics, cotangents = self._objective_vjp(logps, entropies, original)
         extra = self.geometry.branches - branches
         cotangents = tuple(jnp.pad(c, ((0, 0), (0, extra), (0, 0))) for c in cotangents)
 

@@ -82,7 +82,7 @@ def make_geometry(options: Options, prompt: int, branches: int, response: int) -
     """Sizes for groups of up to `branches` responses of up to `response` tokens to prompts of up to `prompt`."""
     prefix = prompt - 1
     n = options.prefix_grad
-    grad_tokens = prefix if n == "exact" else 0 if n == "stop" else min(n - 1, prefix)
+    grad_tokens = min(n - 1, prefix) if isinstance(n, int) else prefix if n == "exact" else 0
     chunk = min(options.chunk_size, max(prefix, 1))
     grad_chunk = min(options.chunk_size, max(grad_tokens, 1))
     # A stretch that starts anywhere needs room for the padding of its last chunk.
@@ -124,12 +124,12 @@ def pad_batch(batch: Batch, geometry: Geometry) -> Batch:
     return padded.replace(**shared)
 
 
-def group_slice(batch: Batch, b: Array) -> Batch:
+def group_slice(batch: Batch, b: Array | int) -> Batch:
     """Group b alone, [1, ...]."""
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, b, 1, 0), batch)
 
 
-def branch_slice(group: Batch, first: Array, count: int) -> Batch:
+def branch_slice(group: Batch, first: Array | int, count: int) -> Batch:
     """`count` branches of a group [1, ...] from `first` on."""
     shared = {name: getattr(group, name) for name in ("prompt_ids", "prompt_lengths")}
     sizes = jnp.clip(group.group_sizes - first, 0, count)

@@ -57,10 +57,10 @@ def _capture_chunk(params, config, ids, state, at, end, size, names):
     for run, saved in kept.items():
         if run in state.k:
             state = write_state(state, run, 0, saved.pop("k")[:, :, 0], saved.pop("v")[:, :, 0], at)
-    run, layer = locate_block(config, last)
-    p = subset(block_params(params, str(run), layer), KEYS_VALUES)
+    last_run, layer = locate_block(config, last)
+    p = subset(block_params(params, str(last_run), layer), KEYS_VALUES)
     k, v = keys_values(config, p, x, tokens.rope)
-    return write_state(state, str(run), layer, k[None, :, 0], v[None, :, 0], at), Kept(kept, x)
+    return write_state(state, str(last_run), layer, k[None, :, 0], v[None, :, 0], at), Kept(kept, x)
 
 
 def _chunks(count: Array, size: int) -> Array:

@@ -60,7 +60,7 @@ def per_token_logps(
 
     def f(params: Params, batch: Batch):
         check_params(model, params)
-        logps, entropies = Engine(params, model, options, batch, None).score()
+        logps, entropies = Engine(params, model, options, batch).score()
         branches = batch.completion_ids.shape[1]
         return logps[:, :branches], entropies[:, :branches]
 

@@ -42,9 +42,9 @@ def step_cost(model: ModelConfig, mode: str | int, options: Options, batch: Batc
     geometry = replay.make_geometry(options, prompt, branches, response)
     keep = replay.choose_prefix_activations(model, options, prompt, branches, response, dtype) == "keep"
     total = replay.cost.Cost()
-    rows = zip(np.asarray(batch.prompt_lengths), np.asarray(batch.completion_lengths), np.asarray(batch.group_sizes))
-    for length, lengths, size in rows:
-        lengths = [int(n) for n in lengths[: int(size)]]
+    all_lengths, sizes = np.asarray(batch.completion_lengths), np.asarray(batch.group_sizes)
+    for length, row, size in zip(np.asarray(batch.prompt_lengths), all_lengths, sizes, strict=True):
+        lengths = [int(n) for n in row[: int(size)]]
         if mode == "dense":
             total += replay.cost.dense_group_cost(model, options, prompt, response, int(length), lengths, passes=passes)
         else:
@@ -79,7 +79,8 @@ def compare(
         start = time.perf_counter()
         step = jax.jit(make(objective, model, **dataclasses.asdict(chosen))).lower(params, batch).compile()
         seconds = time.perf_counter() - start
-        facts[mode] = (chosen, step.memory_analysis().temp_size_in_bytes, seconds)
+        memory = step.memory_analysis()
+        facts[mode] = (chosen, 0 if memory is None else memory.temp_size_in_bytes, seconds)
         jax.block_until_ready(step(params, batch))
         steps[mode] = step
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
