@@ -1,6 +1,7 @@
 """The everyday forward pass, its gradient, and parameter trees, against the oracle."""
 
 import dataclasses
+import functools
 
 import helpers
 import jax
@@ -13,6 +14,7 @@ from lsfuse import model
 from lsfuse.model import BlockConfig, ModelConfig, RopeScaling
 from lsfuse.model.rope import inverse_frequencies, rope_tables
 
+FAST = {"xla_backend_optimization_level": 0}  # compile quickly, run slowly
 MODELS = {"tiny": helpers.TINY, "mixed": helpers.MIXED, "hollow": helpers.HOLLOW}
 LENGTHS = (9, 4, 1)
 
@@ -25,11 +27,16 @@ def rows(config, seed=0):
     return ids, np.asarray(LENGTHS, np.int32)
 
 
+@functools.cache
+def forward_of(config):
+    return jax.jit(lambda params, ids, lengths: model.forward(params, config, ids, lengths), compiler_options=FAST)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_hidden_states_and_logits(x64, name):
     config, params = MODELS[name], helpers.random_params(MODELS[name])
     ids, lengths = rows(config)
-    hidden = model.forward(params, config, ids, lengths)
+    hidden = forward_of(config)(params, ids, lengths)
     assert hidden.shape == (3, 9, config.hidden_size) and np.isfinite(hidden).all()
     logits = model.logits(params, config, hidden)
     for i, length in enumerate(LENGTHS):
@@ -42,7 +49,7 @@ def test_float32_and_bfloat16():
     for dtype, tol in ((np.float32, 1e-5), (jnp.bfloat16, 5e-2)):
         params = jax.tree.map(lambda x, dtype=dtype: jnp.asarray(x, dtype), helpers.random_params(helpers.TINY))
         ids, lengths = rows(helpers.TINY)
-        hidden = model.forward(params, helpers.TINY, ids, lengths)
+        hidden = forward_of(helpers.TINY)(params, ids, lengths)
         assert hidden.dtype == dtype and model.logits(params, helpers.TINY, hidden).dtype == jnp.float32
         want = oracle.hidden(helpers.TINY, params, ids[0])
         error = np.linalg.norm(np.asarray(hidden[0], np.float64) - want) / np.linalg.norm(want)
@@ -79,9 +86,8 @@ def test_gradient_by_jax_grad(x64, name, policy):
             total += token_loss(config, p, row, lengths[i : i + 1], plain)
         return total
 
-    options = {"xla_backend_optimization_level": 0}
-    grads = jax.jit(jax.grad(ours), compiler_options=options)(params)
-    want = jax.jit(jax.grad(theirs), compiler_options=options)(params)
+    grads = jax.jit(jax.grad(ours), compiler_options=FAST)(params)
+    want = jax.jit(jax.grad(theirs), compiler_options=FAST)(params)
     oracle.assert_grads_close(grads, jax.tree.map(np.asarray, want), 1e-12)
 
 
@@ -89,24 +95,24 @@ def test_a_row_alone_and_in_a_padded_batch(x64):
     """Other rows, other lengths and other padding change no bit at equal shapes."""
     params = helpers.random_params(helpers.MIXED)
     ids, lengths = rows(helpers.MIXED)
-    forward = jax.jit(lambda ids, lengths: model.forward(params, helpers.MIXED, ids, lengths))
-    base = np.asarray(forward(ids, lengths))
+    forward = forward_of(helpers.MIXED)
+    base = np.asarray(forward(params, ids, lengths))
     other = np.array(ids)
     other[1:] = 3
     other[0, 9:] = 7
-    moved = np.asarray(forward(other, np.asarray([9, 9, 2], np.int32)))
+    moved = np.asarray(forward(params, other, np.asarray([9, 9, 2], np.int32)))
     np.testing.assert_array_equal(base[0], moved[0])
 
 
 def test_a_later_token_changes_nothing_before_it(x64):
     params = helpers.random_params(helpers.TINY)
-    forward = jax.jit(lambda ids: model.forward(params, helpers.TINY, ids))
-    ids = np.random.default_rng(0).integers(0, 23, (1, 9)).astype(np.int32)
-    base = np.asarray(forward(ids))
+    ids, lengths = rows(helpers.TINY)
+    forward = forward_of(helpers.TINY)
+    base = np.asarray(forward(params, ids, lengths))
     for at in range(9):
         other = np.array(ids)
         other[0, at] = (other[0, at] + 1) % 23
-        moved = np.asarray(forward(other))
+        moved = np.asarray(forward(params, other, lengths))
         np.testing.assert_array_equal(base[0, :at], moved[0, :at])
         assert (base[0, at:] != moved[0, at:]).any(-1).all()
 
@@ -145,14 +151,24 @@ def test_rotary_tables_at_two_million_positions():
 @pytest.mark.parametrize("name", MODELS)
 def test_trees_have_the_declared_shapes(name):
     config = MODELS[name]
-    params = model.init_params(config, jax.random.key(0))
+    params = jax.eval_shape(lambda: model.init_params(config, jax.random.key(0)))
     model.check_params(config, params)
     assert jax.tree.map(lambda x: tuple(x.shape), params) == model.param_shapes(config)
     assert model.count_params(config) == sum(x.size for x in jax.tree.leaves(params))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
-    again, other = model.init_params(config, jax.random.key(0)), model.init_params(config, jax.random.key(1))
+
+
+def test_initial_parameters():
+    """A function of the key alone; gains one, the rest random."""
+    init = jax.jit(lambda key: model.init_params(helpers.TINY, key))
+    params, again, other = init(jax.random.key(0)), init(jax.random.key(0)), init(jax.random.key(1))
     jax.tree.map(np.testing.assert_array_equal, params, again)
-    assert (params["embed_tokens"] != other["embed_tokens"]).any()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if path[-1].key.endswith("norm"):
+            assert (leaf == 1).all()
+        else:
+            assert 0 < np.std(leaf) < 1 and np.unique(leaf).size == leaf.size, path
+    assert (params["embed_tokens"] != other["embed_tokens"]).all()
 
 
 def test_runs_are_of_equal_blocks():

@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 
+from lsfuse import replay
 from lsfuse.model.config import BlockConfig
 
 TINY, PARAMS = helpers.TINY, helpers.random_params(helpers.TINY, 1)
@@ -164,3 +165,13 @@ def test_the_user_s_extras_are_sliced_along(x64):
 def test_dense_baseline(x64):
     for key in BATCHES:
         check("coupled", key, dense=True, branch_batch=3)
+
+
+def test_without_jit_on_numpy_arrays(x64):
+    """As `jax.value_and_grad` would: jit is the caller's choice, and parameters may be numpy arrays."""
+    config = helpers.tiny(blocks=TINY.blocks[:1])
+    params = helpers.random_params(config)
+    batch = helpers.make_batch(config, (6,), ((2, 2),), None, silent=())
+    _, grads = replay.value_and_grad(helpers.PLAIN_GRPO, config, chunk_size=4)(params, batch)
+    _, want = oracle.value_and_grad(helpers.PLAIN_GRPO, config, params, batch)
+    oracle.assert_grads_close(grads, want, 1e-12)
