@@ -5,6 +5,7 @@ like. From the command line: `python -m experiments.launch`.
 """
 
 from lsfuse.train.config import check_fields, load_config, resolve_config, set_field
+from lsfuse.train.dry_run import dry_run
 from lsfuse.train.loop import Result, run, set_up
 from lsfuse.train.optimizer import make_optimizer, make_schedule
 from lsfuse.train.rollout import evaluate, make_sampler, roll_out
@@ -16,6 +17,7 @@ __all__ = [
     "Result",
     "check_fields",
     "default_config",
+    "dry_run",
     "evaluate",
     "load_config",
     "make_optimizer",

@@ -12,9 +12,8 @@ from ml_collections import ConfigDict
 
 from lsfuse import data, io, rl
 from lsfuse.model import ModelConfig, init_params, uniform_blocks
-from lsfuse.replay import Objective
+from lsfuse.replay import Objective, choose_prefix_activations
 from lsfuse.replay import Options as ReplayOptions
-from lsfuse.replay.memory import choose_prefix_activations
 from lsfuse.types import Params
 
 
@@ -67,6 +66,11 @@ def make_model(config: ConfigDict, tokenizer: Any) -> tuple[ModelConfig, Callabl
     model = random_model(config, tokenizer)
     key = jax.random.fold_in(jax.random.key(config.seed), 0)
     return model, lambda: jax.jit(init_params, static_argnums=(0, 2))(model, key, dtype)
+
+
+def abstract_params(model: ModelConfig, dtype: Any) -> Any:
+    """The parameters as a tree of `jax.ShapeDtypeStruct`s."""
+    return jax.eval_shape(lambda: init_params(model, jax.random.key(0), dtype))
 
 
 def random_model(config: ConfigDict, tokenizer: Any) -> ModelConfig:
@@ -140,20 +144,55 @@ def check_sizes(config: ConfigDict, model: ModelConfig, task: Any) -> None:
                 f"config.rl.max_response {config.rl.max_response} is too short for the {task.answer_length + 1} tokens"
                 " of an answer and its stop"
             )
-    if config.warm_start.steps and config.rl.max_prompt + config.warm_start.max_response > context:
-        raise ValueError(
-            f"config.rl.max_prompt {config.rl.max_prompt} + warm_start.max_response {config.warm_start.max_response}"
-            f" exceed the model's context of {context} positions"
-        )
+    for stage in warm_start_stages(config, task):
+        if stage.max_prompt + stage.max_response > context:
+            raise ValueError(
+                f"warm start: prompts of {stage.max_prompt} and targets of {stage.max_response} tokens exceed the"
+                f" model's context of {context} positions"
+            )
 
 
-def warm_start_tasks(config: ConfigDict, task: Any) -> list[Any]:
-    """The task at each prompt length of the curriculum, or the task alone."""
-    lengths = config.warm_start.prompt_lengths
-    if not lengths:
-        return [task]
-    if not dataclasses.is_dataclass(task) or not hasattr(task, "prompt_length"):
-        raise ValueError(
-            f"config.warm_start.prompt_lengths is {lengths}, but {type(task).__name__} has prompts of its own lengths"
-        )
-    return [dataclasses.replace(task, prompt_length=n) for n in lengths]  # type: ignore[type-var]
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Some supervised steps of equal shape. start: the first of them; max_prompt, max_response: padded sizes."""
+
+    start: int
+    steps: int
+    num_prompts: int
+    task: Any
+    max_prompt: int
+    max_response: int
+
+
+def warm_start_stages(config: ConfigDict, task: Any) -> list[Stage]:
+    """The curriculum of the warm start; a single stage without one; none if there is no warm start.
+
+    Raises: ValueError for a stage that is not (steps, num_prompts, ((field, value), …)) with fields of the task.
+    """
+    fields, start = config.warm_start, 0
+    stages: list[Stage] = []
+    if not fields.stages:
+        if not fields.steps:
+            return []
+        return [Stage(0, fields.steps, fields.num_prompts, task, config.rl.max_prompt, fields.max_response)]
+    for i, stage in enumerate(fields.stages):
+        try:
+            steps, num_prompts, changes = stage
+            mine = dataclasses.replace(task, **dict(changes))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"config.warm_start.stages[{i}] must be (steps, num_prompts, ((task field, value), …)) with fields of"
+                f" {type(task).__name__}, got {stage!r} ({error})"
+            ) from error
+        if not (isinstance(steps, int) and isinstance(num_prompts, int) and steps >= 1 and num_prompts >= 1):
+            raise ValueError(f"config.warm_start.stages[{i}]: steps and num_prompts must be at least 1, got {stage!r}")
+        longest = fields.max_response
+        if hasattr(mine, "max_supervised_length"):
+            longest = min(longest, mine.max_supervised_length())
+        max_prompt = getattr(mine, "prompt_length", config.rl.max_prompt)
+        stages.append(Stage(start, steps, num_prompts, mine, max_prompt, longest))
+        start += steps
+    # Stages of as many prompts share one padded shape, and so one compilation.
+    alike = {n: [s for s in stages if s.num_prompts == n] for n in {s.num_prompts for s in stages}}
+    sizes = {n: {f: max(getattr(s, f) for s in a) for f in ("max_prompt", "max_response")} for n, a in alike.items()}
+    return [dataclasses.replace(s, **sizes[s.num_prompts]) for s in stages]

@@ -21,11 +21,12 @@ from ml_collections import ConfigDict
 from lsfuse import io, replay
 from lsfuse.io.checkpoint import Checkpoints
 from lsfuse.io.checkpoint_manifest import CheckpointError
-from lsfuse.model import ModelConfig, init_params
+from lsfuse.model import ModelConfig
 from lsfuse.replay.objective import ObjectiveFn
 from lsfuse.train import build
 from lsfuse.train import workdir as files
 from lsfuse.train.config import resolve_config
+from lsfuse.train.measure import compare
 from lsfuse.train.metadata import run_metadata, what_changed
 from lsfuse.train.phases import EVAL_STREAM, GroupRL, State, WarmStart, abstract_state, init_state
 from lsfuse.train.progress import Progress
@@ -92,7 +93,8 @@ def set_up(
     if workdir is not None:
         files.check_workdir(pathlib.Path(workdir), saved, resume)
     reward_fn = reward_fn or getattr(task, "reward", None)
-    warm_start = WarmStart(config, model, task) if config.warm_start.steps else None
+    stages = build.warm_start_stages(config, task)
+    warm_start = WarmStart(config, model, stages) if stages else None
     rl = GroupRL(config, model, task, reward_fn, objective)
     reference = build.needs_reference(config)
     return Setup(config, saved, task, tokenizer, model, load_params, reward_fn, warm_start, rl, reference)
@@ -250,11 +252,10 @@ class _Run:
     # --- checkpoints ---
 
     def _abstract_params(self) -> Any:
-        dtype = jnp.dtype(self.config.dtype)
-        return jax.eval_shape(lambda: init_params(self.model, jax.random.key(0), dtype))
+        return build.abstract_params(self.model, jnp.dtype(self.config.dtype))
 
     def _save(self, phase: str, done: int, state: State) -> None:
-        step = done + (self.config.warm_start.steps if phase == "rl" else 0)
+        step = done + (self.warm_start.steps if phase == "rl" and self.warm_start else 0)
         tree = {"params": state.params, "opt_state": state.opt_state, "key": jax.random.key_data(self.key)}
         sizes = {file.path.name: file.size() for file in (self.metrics, self.samples)}
         info = {"phase": phase, "done": done, "position": state.position, "best": self.best, "sizes": sizes}
@@ -292,8 +293,21 @@ class _Run:
         io.save_hf(self.workdir / "model", self.model, state.params, tokenizer)
         records = self.metrics.read()
         summary = summarize(records, self.best)
+        if self.config.report.compare_dense:
+            summary["replay_against_dense"] = self._compare(state)
         if self.config.report.parameter_change:
             summary["parameter_change"] = parameter_change(self.start_params(), state.params)
         write_report(self.workdir, records, summary)
         self.progress.line(format_summary(summary))
         return Result(state.params, self.model, self.setup.saved, summary, self.workdir)
+
+    def _compare(self, state: State) -> dict[str, list[float]]:
+        """(replay, dense) of one gradient step on a batch like those of the run."""
+        mode = self.config.replay.prefix_grad
+        options = build.replay_options(self.config, temperature=self.config.rl.temperature)
+        del options["prefix_grad"]
+        batch, objective = self.rl.batch(state), replay.as_objective(self.rl.objective)
+        dense, mine = compare(self.model, state.params, batch, objective, ("dense", mode), **options)
+        clock = "CPU seconds" if jax.default_backend() == "cpu" else "seconds"
+        fields = {"tokens": "token positions", "flops": "FLOPs", "seconds": clock, "temp_bytes": "temporary bytes"}
+        return {title: [getattr(mine, name), getattr(dense, name)] for name, title in fields.items()}

@@ -59,9 +59,9 @@ def git_state(folder: pathlib.Path) -> dict[str, Any] | None:
 
 
 def what_changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Differences between two sessions' metadata that can change bits: versions, devices, machine."""
+    """Differences between two sessions' metadata that can change bits: code, versions, devices, machine."""
     return [
         f"{name}: {before.get(name)} then, {now[name]} now"
-        for name in ("python", "versions", "devices", "machine")
+        for name in ("git", "python", "versions", "devices", "machine")
         if before.get(name) != now[name]
     ]

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from lsfuse import data, replay, rl
 from lsfuse.model import ModelConfig
 from lsfuse.replay.objective import ObjectiveFn
-from lsfuse.train.build import replay_options, warm_start_tasks
+from lsfuse.train.build import Stage, replay_options
 from lsfuse.train.optimizer import make_optimizer, make_schedule
 from lsfuse.train.rollout import make_sampler, roll_out
 from lsfuse.train.step import make_update, to_host
@@ -33,36 +33,39 @@ class State:
 
 
 class WarmStart:
-    """Supervised steps on the task's own targets, through the replay engine with one response a group."""
+    """Supervised steps on the task's own targets. One response a prompt leaves nothing to share, so the gradient is the
+    dense one, many rows at a time."""
 
     name = "warm_start"
 
-    def __init__(self, config: ConfigDict, model: ModelConfig, task: Any):
+    def __init__(self, config: ConfigDict, model: ModelConfig, stages: list[Stage]):
         fields = config.warm_start
-        self.steps, self.config, self.seed = fields.steps, config, config.seed
-        self.tasks = warm_start_tasks(config, task)
-        self.schedule = make_schedule(fields.optimizer, fields.steps)
-        self.optimizer = make_optimizer(fields.optimizer, fields.steps)
-        self.update = make_update(rl.nll(), model, self.optimizer, **replay_options(config, prefix_grad="exact"))
-
-    def task_at(self, step: int) -> Any:
-        return self.tasks[min(step * len(self.tasks) // max(self.steps, 1), len(self.tasks) - 1)]
+        self.stages, self.seed = stages, config.seed
+        self.steps = sum(stage.steps for stage in stages)
+        self.schedule = make_schedule(fields.optimizer, self.steps)
+        self.optimizer = make_optimizer(fields.optimizer, self.steps)
+        remat = config.replay.remat_policy
+        self._updates = {
+            rows: make_update(rl.nll(), model, self.optimizer, dense=True, branch_batch=rows, remat_policy=remat)
+            for rows in {stage.num_prompts for stage in stages}
+        }
 
     def step(self, state: State, step: int) -> dict[str, float]:
         """Changes `state`; returns metrics."""
         start = time.perf_counter()
-        fields, task = self.config.warm_start, self.task_at(step)
-        chosen = data.indices(task.size("train"), self.seed, state.position, fields.num_prompts)
+        stage = next(s for s in reversed(self.stages) if s.start <= step)
+        chosen = data.indices(stage.task.size("train"), self.seed, state.position, stage.num_prompts)
         batch = data.make_batch(
-            [data.sft_group(task, "train", int(i)) for i in chosen],
-            max_prompt=task.prompt_length if len(self.tasks) > 1 else self.config.rl.max_prompt,
-            max_response=fields.max_response,
-            num_groups=fields.num_prompts,
+            [data.sft_group(stage.task, "train", int(i)) for i in chosen],
+            max_prompt=stage.max_prompt,
+            max_response=stage.max_response,
+            num_groups=stage.num_prompts,
             num_branches=1,
-            pad_id=task.tokenizer.pad_id,
+            pad_id=stage.task.tokenizer.pad_id,
         )
-        state.params, state.opt_state, metrics = self.update(state.params, state.opt_state, batch)
-        state.position += fields.num_prompts
+        update = self._updates[stage.num_prompts]
+        state.params, state.opt_state, metrics = update(state.params, state.opt_state, batch)
+        state.position += stage.num_prompts
         host = to_host(metrics, f"warm-start step {step}")
         seconds = time.perf_counter() - start
         tokens = int(batch.prompt_lengths.sum() + batch.completion_lengths.sum())
@@ -84,7 +87,8 @@ class GroupRL:
         objective: replay.Objective | ObjectiveFn,
     ):
         fields = config.rl
-        self.config, self.task, self.reward_fn = config, task, reward_fn
+        self.config, self.model, self.task, self.reward_fn = config, model, task, reward_fn
+        self.objective = objective
         self.ref_params: Params | None = None  # set before the first step if the objective needs a reference
         self.steps, self.seed, self.iterations = fields.steps, config.seed, fields.num_iterations
         self.key = jax.random.fold_in(jax.random.key(config.seed), SAMPLE_STREAM)
@@ -122,6 +126,7 @@ class GroupRL:
         state.position += self.config.rl.num_prompts
         sampled = time.perf_counter()
         batch = self._add_logps(state.params, batch)
+        replay.check_batch(batch, self.model)
         for i in range(self.iterations):
             state.params, state.opt_state, device = self.update(state.params, state.opt_state, batch)
             update = step * self.iterations + i
@@ -130,6 +135,11 @@ class GroupRL:
         metrics |= {**last, "learning_rate": float(self.schedule(update))}
         times = {"time/step": now - start, "time/sample": sampled - start, "time/update": now - sampled}
         return {**metrics, **times, "time/tokens_per_s": metrics["tokens"] / (now - start)}
+
+    def batch(self, state: State) -> replay.Batch:
+        """The batch a further step would train on; changes nothing."""
+        batch = self._offline(state)[0] if self.offline else self._sampled(state, self.steps)[0]
+        return self._add_logps(state.params, batch)
 
     def _sampled(self, state: State, step: int) -> tuple[replay.Batch, dict[str, float]]:
         fields = self.config.rl

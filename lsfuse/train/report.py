@@ -72,7 +72,7 @@ def format_summary(summary: Mapping[str, Any]) -> str:
             lines.append(f"  {k.replace('_', ' '):<26}{change[k]:>12.4g}")
         lines.append("  largest change of an entry, by leaf")
         lines += [f"    {name:<40}{value:>12.3g}" for name, value in change["largest"].items()]
-    if dense := summary.get("dense"):
+    if dense := summary.get("replay_against_dense"):
         lines.append(f"{'one gradient step':<28}{'replay':>12}{'dense':>12}{'dense/replay':>14}")
         for k, (mine, other) in dense.items():
             lines.append(f"  {k.replace('_', ' '):<26}{mine:>12.4g}{other:>12.4g}{other / mine:>14.2f}")

@@ -122,7 +122,11 @@ SCHEMA: dict[str, Any] = {
         "steps": Field(0, "supervised steps before RL, on the task's own targets; 0: none", minimum=0),
         "num_prompts": Field(8, "targets a step", minimum=1),
         "max_response": Field(64, "longest target, in tokens", minimum=1),
-        "prompt_lengths": Field((), "retrieval: prompt length of equal shares of the steps; (): prompt_length"),
+        "stages": Field(
+            (),
+            "a curriculum: (steps, num_prompts, ((task field, value), …)) each, with a max_prompt of its own; replaces"
+            " steps and num_prompts",
+        ),
         "optimizer": _optimizer(1e-3),
     },
     "replay": {

@@ -21,9 +21,10 @@ def make_update(
     objective: replay.Objective | ObjectiveFn,
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
+    dense: bool = False,
     **options: Any,
 ) -> UpdateFn:
-    """A jitted step: loss and gradient by branch replay, then the optimizer.
+    """A jitted step: loss and gradient by branch replay (or by its dense twin), then the optimizer.
 
     Parameters and optimizer state are donated: use only what is returned. Lengths are data, so one compilation serves
     every batch of equal padded shapes. metrics: "loss", "grad_norm", "update_norm", "param_norm" (all global, float32
@@ -31,7 +32,7 @@ def make_update(
 
     options: of `replay.value_and_grad`.
     """
-    grad_fn = replay.value_and_grad(objective, model, **options)
+    grad_fn = (replay.dense_value_and_grad if dense else replay.value_and_grad)(objective, model, **options)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def update(params: Params, opt_state: Any, batch: replay.Batch) -> tuple[Params, Any, dict[str, Array]]:
