@@ -276,24 +276,32 @@ def objective(name: str):
 # --- the engine, compiled once per static configuration ---------------------------------------------------------------
 
 
-@functools.cache
+# Where bits are compared, machine code is made as in a run; conftest.py turns its optimisation off for the suite.
+OPTIMIZED = {"xla_backend_optimization_level": 3}
+
+
 def engine(name: str, config: ModelConfig, dense: bool = False, optimized: bool = False, **static):
     """Jitted value_and_grad of a named objective (see `objective`); static: the engine's keyword arguments.
 
-    optimized: with the compiler's usual effort on machine code; without it, compiling takes half the time.
+    optimized: see OPTIMIZED.
     """
-    from lsfuse import replay
-
-    factory = replay.dense_value_and_grad if dense else replay.value_and_grad
-    options = None if optimized else {"xla_backend_optimization_level": 0}
-    return jax.jit(factory(objective(name), config, **static), compiler_options=options)
+    static = {"prefix_grad": "exact", "temperature": 1.0, **static}
+    return _engine(name, config, dense, optimized, frozenset(static.items()))
 
 
 @functools.cache
-def scorer(config: ModelConfig, **static):
+def _engine(name, config, dense, optimized, static):
     from lsfuse import replay
 
-    return jax.jit(replay.per_token_logps(config, **static))
+    factory = replay.dense_value_and_grad if dense else replay.value_and_grad
+    return jax.jit(factory(objective(name), config, **dict(static)), compiler_options=OPTIMIZED if optimized else None)
+
+
+@functools.cache
+def scorer(config: ModelConfig, optimized: bool = False, **static):
+    from lsfuse import replay
+
+    return jax.jit(replay.per_token_logps(config, **static), compiler_options=OPTIMIZED if optimized else None)
 
 
 _ORACLE: dict = {}
@@ -311,10 +319,7 @@ def check_step(
     name: str, config: ModelConfig, params, batch, key, *, tol=1e-12, prefix_grad="exact", temperature=1.0, **static
 ):
     """One engine step against the oracle: loss, metrics and every leaf. Returns the engine's answer."""
-    if static.get("dense"):
-        step = engine(name, config, temperature=temperature, **static)
-    else:
-        step = engine(name, config, prefix_grad=prefix_grad, temperature=temperature, **static)
+    step = engine(name, config, prefix_grad=prefix_grad, temperature=temperature, **static)
     (loss, metrics), grads = step(params, batch)
     (want, want_metrics), want_grads = oracle_value_and_grad(key, name, config, params, batch, prefix_grad, temperature)
     np.testing.assert_allclose(loss, want, rtol=tol, atol=tol)

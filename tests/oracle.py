@@ -147,11 +147,7 @@ def _logits(config: ModelConfig, params: Grads, hidden):
     return hidden @ head
 
 
-# Unoptimised, once per row length: the time goes into compiling. JAX 0.10 takes no compiler options under grad.
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 0} if jax.__version_info__ >= (0, 11) else None
-
-
-@functools.partial(jax.jit, static_argnums=0, compiler_options=COMPILER_OPTIONS)
+@functools.partial(jax.jit, static_argnums=0)
 def _row(config: ModelConfig, params: Grads, ids, constant, temperature):
     """(log-probs, entropies) [T − 1] of tokens 1 … T − 1 of one row ids [T], at a temperature."""
     hidden = _hidden(config, params, ids, constant)[:-1]

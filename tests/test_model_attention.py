@@ -8,8 +8,6 @@ import pytest
 from lsfuse.kernels import tail_attention
 from lsfuse.kernels.tail_attention import reference
 
-FAST = {"xla_backend_optimization_level": 0}
-
 
 def plain(q, own_k, own_v, lengths, offset, k=None, v=None, prefix=0):
     """[B, T, N, H]; K/V of branch b: `prefix` shared keys [K, P, H], then its own. Zero where nothing is visible."""
@@ -58,7 +56,7 @@ def visibility(t, s):
     """Which of s keys each of the last t queries sees, read off the output: value j is the j-th unit vector."""
     v = np.eye(s)[None, None]
     prefix = tail_attention.Prefix(np.zeros((1, 1, s - t, s)), v[:, :, : s - t], jnp.int32(0), jnp.int32(s - t))
-    forward = jax.jit(lambda *args: tail_attention.forward(*args, prefix), compiler_options=FAST)
+    forward = jax.jit(lambda *args: tail_attention.forward(*args, prefix))
     o, _ = forward(np.zeros((1, 1, t, 1, s)), np.zeros((1, 1, t, s)), v[:, :, s - t :], np.asarray([t], np.int32))
     return ["".join("01"[int(x)] for x in row > 0) for row in np.asarray(o)[0, 0, :, 0]]
 
@@ -117,8 +115,8 @@ def test_forward_and_backward(x64, monkeypatch, tiles, case):
         )
         return o, pull(do)
 
-    o, lse, (dq, dk, dv, down) = jax.jit(both, compiler_options=FAST)(*args, to_api(do, kv), tuple(start))
-    want, pulled = jax.jit(expected, compiler_options=FAST)(q, own_k, own_v, k[layer], v[layer], do)
+    o, lse, (dq, dk, dv, down) = jax.jit(both)(*args, to_api(do, kv), tuple(start))
+    want, pulled = jax.jit(expected)(q, own_k, own_v, k[layer], v[layer], do)
     np.testing.assert_allclose(from_api(o), want, rtol=1e-12, atol=1e-12)
     unseen = np.asarray([[min(length + max(0, min(i + offset + 1, m)), 1) == 0 for i in range(t)] for m in lengths])
     hidden = from_api(np.isneginf(lse))

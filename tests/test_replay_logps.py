@@ -92,7 +92,8 @@ def test_branches_are_independent_bit_for_bit(wide, branch_batch):
         responses = [list(rng.integers(0, TINY.vocab_size, n)) for n in (12, 12, 7, 9)]
 
         def run(responses):
-            return np.stack(scores(TINY, params, group(prompt, responses, width=12), branch_batch=branch_batch))[:, 0]
+            batch = group(prompt, responses, width=12)
+            return np.stack(scores(TINY, params, batch, branch_batch=branch_batch, optimized=True))[:, 0]
 
         base = run(responses)
         others = [0, 2, 3]
@@ -166,7 +167,7 @@ def test_temperature(x64):
 def test_scoring_and_training_see_the_same_log_probs():
     """Old log-probs from the scoring pass, same parameters: every ratio is exactly 1 in the training pass."""
     params, batch = helpers.random_params(TINY, dtype=np.float32), helpers.make_batch(TINY, dtype=np.float32)
-    old = scores(TINY, params, batch)[0]
+    old = scores(TINY, params, batch, optimized=True)[0]
     step = helpers.engine("log_ratio", TINY, optimized=True, prefix_grad="exact", **OPTIONS)
     (_, metrics), _ = step(params, batch.replace(old_per_token_logps=old))
     assert metrics["distance"] == 0.0

@@ -13,7 +13,6 @@ from lsfuse.replay.geometry import Options, branch_slice, group_slice, make_geom
 from lsfuse.replay.prefix import capture, prefix_backward
 from lsfuse.replay.tails import tails_backward, tails_forward
 
-FAST = {"xla_backend_optimization_level": 0}
 TINY, PARAMS = helpers.TINY, helpers.random_params(helpers.TINY, 1)
 
 
@@ -33,7 +32,7 @@ def test_captured_keys_and_values_are_those_of_the_prompt_alone(x64, prefix_grad
     states = []
     for chunk in (1, 4, 64):
         geometry, group = one_group(Options(prefix_grad, chunk))
-        run = jax.jit(capture, static_argnums=(1, 4), compiler_options=FAST)
+        run = jax.jit(capture, static_argnums=(1, 4))
         state, _ = run(PARAMS, TINY, group.prompt_ids[0], group.prompt_lengths[0], geometry)
         states.append(jax.tree.map(lambda x: np.asarray(x)[:, :, :8], state))
     for other in states[1:]:
@@ -70,7 +69,7 @@ def test_what_the_state_held_before_changes_nothing(x64, prefix_grad):
             grads = prefix_backward(*args)
         return logps, entropies, grads
 
-    run = jax.jit(run, compiler_options=FAST)
+    run = jax.jit(run)
     clean, *dirty = (run(PARAMS, filled(TINY, geometry.state, x), x) for x in (0.0, 1e4, np.nan))
     for other in dirty:
         for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(clean), jax.tree.leaves(other), strict=True):
