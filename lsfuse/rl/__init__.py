@@ -23,10 +23,12 @@ from lsfuse.rl.rewards import (
     token_match,
     weighted,
 )
+from lsfuse.rl.sampler import Samples, make_sampler, sample
 
 __all__ = [
     "LOSS_AGG_MODES",
     "Reward",
+    "Samples",
     "check_rewards",
     "closeness_reward",
     "dpo",
@@ -39,9 +41,11 @@ __all__ = [
     "gspo",
     "kl_estimate",
     "log_ratio",
+    "make_sampler",
     "nll",
     "numeric_reward",
     "reinforce",
+    "sample",
     "token_match",
     "token_weights",
     "weighted",
