@@ -79,7 +79,7 @@ def test_bad_rewards_and_prompts_are_named():
         scores = iter([0.0, np.nan, 1.0, 1.0])
         roll_out(task, lambda e, c: next(scores), says([A], [B]), None, examples, 6, jax.random.key(0))
     with pytest.raises(ValueError, match="prompt 1 of the batch has 7 tokens, but must have 1 to 6"):
-        pad_prompts([task.example("train", 0), task.example("train", 6)], 6, PAD)
+        pad_prompts([task.example("train", 0), task.example("train", 6)], 3, 6, PAD)
 
 
 def evaluated(task, sample, **changes):

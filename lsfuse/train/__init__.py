@@ -8,7 +8,7 @@ from lsfuse.train.config import check_fields, load_config, resolve_config, set_f
 from lsfuse.train.dry_run import dry_run
 from lsfuse.train.loop import Result, run, set_up
 from lsfuse.train.optimizer import make_optimizer, make_schedule
-from lsfuse.train.rollout import evaluate, make_sampler, roll_out
+from lsfuse.train.rollout import evaluate, roll_out
 from lsfuse.train.schema import SCHEMA, default_config
 from lsfuse.train.step import make_update
 
@@ -21,7 +21,6 @@ __all__ = [
     "evaluate",
     "load_config",
     "make_optimizer",
-    "make_sampler",
     "make_schedule",
     "make_update",
     "resolve_config",

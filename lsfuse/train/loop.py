@@ -31,7 +31,7 @@ from lsfuse.train.metadata import run_metadata, what_changed
 from lsfuse.train.phases import EVAL_STREAM, GroupRL, State, WarmStart, abstract_state, init_state
 from lsfuse.train.progress import Progress
 from lsfuse.train.report import format_summary, parameter_change, summarize, write_report
-from lsfuse.train.rollout import evaluate, make_sampler
+from lsfuse.train.rollout import evaluate
 from lsfuse.types import Params
 
 RewardFn = Callable[[Mapping[str, Any], str], float]
@@ -219,22 +219,12 @@ class _Run:
         task, fields = self.setup.task, self.config.eval
         if not hasattr(task, "example"):
             return
-        if not hasattr(self, "_eval_sample"):
-            self._eval_sample = make_sampler(
-                self.model,
-                num_generations=fields.num_generations,
-                max_response=self.config.rl.max_response,
-                temperature=fields.temperature,
-                top_p=fields.top_p,
-                stop_ids=task.tokenizer.stop_ids,
-                chunk_size=self.config.replay.chunk_size,
-            )
         start = time.perf_counter()
         assert self.setup.reward_fn is not None
         means, samples = evaluate(
             task,
             self.setup.reward_fn,
-            self._eval_sample,
+            self.rl.eval_sample,
             state.params,
             num_prompts=fields.num_prompts,
             batch_size=self.config.rl.num_prompts,

@@ -16,7 +16,7 @@ from lsfuse.model import ModelConfig
 from lsfuse.replay.objective import ObjectiveFn
 from lsfuse.train.build import Stage, replay_options
 from lsfuse.train.optimizer import make_optimizer, make_schedule
-from lsfuse.train.rollout import make_sampler, roll_out
+from lsfuse.train.rollout import roll_out
 from lsfuse.train.step import make_update, to_host
 from lsfuse.types import Array, Params
 
@@ -109,12 +109,21 @@ class GroupRL:
                     'config.rl.old_logps is "sampler", but groups sampled elsewhere have none; use "score"'
                 )
             return
-        self.sample = make_sampler(
+        self.sample = rl.make_sampler(
             model,
             num_generations=fields.num_generations,
-            max_response=fields.max_response,
+            max_tokens=fields.max_response,
             temperature=fields.temperature,
             top_p=fields.top_p,
+            stop_ids=task.tokenizer.stop_ids,
+            chunk_size=config.replay.chunk_size,
+        )
+        self.eval_sample = rl.make_sampler(
+            model,
+            num_generations=config.eval.num_generations,
+            max_tokens=fields.max_response,
+            temperature=config.eval.temperature,
+            top_p=config.eval.top_p,
             stop_ids=task.tokenizer.stop_ids,
             chunk_size=config.replay.chunk_size,
         )

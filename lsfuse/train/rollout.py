@@ -8,48 +8,23 @@ import jax
 import numpy as np
 
 from lsfuse import data, replay, rl
-from lsfuse.model import ModelConfig
 from lsfuse.types import Array, Params
 
-# (params, prompt_ids [B, P], prompt_lengths [B], key) -> (completion_ids [B, G, R], lengths [B, G], logps [B, G, R]).
+# (params, prompt_ids [B, P], prompt_lengths [B], key) -> (completion_ids [B, G, R], lengths [B, G], logps [B, G, R]):
+# what `rl.make_sampler` returns.
 SampleFn = Callable[[Params, Any, Any, Array], tuple[Array, Array, Array]]
 
 
-def make_sampler(
-    model: ModelConfig,
-    *,
-    num_generations: int,
-    max_response: int,
-    temperature: float,
-    top_p: float,
-    stop_ids: Sequence[int],
-    chunk_size: int,
-) -> SampleFn:
-    """`rl.sample` with everything static filled in."""
+def pad_prompts(
+    examples: Sequence[Mapping[str, Any]], rows: int, max_prompt: int, pad_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(ids int32 [rows, max_prompt], lengths int32 [rows]), rows beyond the examples of length 0.
 
-    def sample(params: Params, prompt_ids: Any, prompt_lengths: Any, key: Array) -> tuple[Array, Array, Array]:
-        return rl.sample(
-            params,
-            model,
-            prompt_ids,
-            prompt_lengths,
-            num_generations=num_generations,
-            max_tokens=max_response,
-            key=key,
-            temperature=temperature,
-            top_p=top_p,
-            stop_ids=tuple(stop_ids),
-            chunk_size=chunk_size,
-        )
-
-    return sample
-
-
-def pad_prompts(examples: Sequence[Mapping[str, Any]], max_prompt: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int32 [B, max_prompt], lengths int32 [B]). Raises ValueError for a prompt that is empty or too long."""
-    ids = np.full((len(examples), max_prompt), pad_id, np.int32)
-    lengths = np.array([len(e["prompt_ids"]) for e in examples], np.int32)
+    Raises: ValueError for a prompt that is empty or too long.
+    """
+    ids, lengths = np.full((rows, max_prompt), pad_id, np.int32), np.zeros(rows, np.int32)
     for b, example in enumerate(examples):
+        lengths[b] = len(example["prompt_ids"])
         if not 1 <= lengths[b] <= max_prompt:
             raise ValueError(
                 f"prompt {b} of the batch has {lengths[b]} tokens, but must have 1 to {max_prompt} (rl.max_prompt)"
@@ -90,14 +65,17 @@ def roll_out(
     examples: Sequence[Mapping[str, Any]],
     max_prompt: int,
     key: Array,
+    rows: int | None = None,
 ) -> Rollout:
     """Samples a group for every example and scores it on the host.
 
-    `finished`: whether a response ended by itself, [B, G], rather than at the longest length allowed.
+    `rows`: the sampler's batch size, if there are fewer examples. `finished` [B, G]: whether a response ended by itself
+    rather than at the longest length allowed.
     """
-    prompt_ids, prompt_lengths = pad_prompts(examples, max_prompt, task.tokenizer.pad_id)
+    count = len(examples)
+    prompt_ids, prompt_lengths = pad_prompts(examples, rows or count, max_prompt, task.tokenizer.pad_id)
     ids, lengths, logps = sample(params, prompt_ids, prompt_lengths, key)
-    ids, lengths = np.asarray(ids), np.array(lengths)
+    ids, lengths = np.asarray(ids)[:count], np.array(lengths)[:count]
     finished = np.zeros(lengths.shape, bool)
     rewards = np.zeros(lengths.shape, np.float64)
     texts: list[list[str]] = []
@@ -112,15 +90,15 @@ def roll_out(
     rl.check_rewards(rewards, np.full(len(rewards), rewards.shape[1]))
     mask = (np.arange(ids.shape[2]) < lengths[..., None]).astype(np.int32)
     batch = replay.Batch(
-        prompt_ids=prompt_ids,
-        prompt_lengths=prompt_lengths,
+        prompt_ids=prompt_ids[:count],
+        prompt_lengths=prompt_lengths[:count],
         completion_ids=ids.astype(np.int32),
         completion_lengths=lengths.astype(np.int32),
         completion_mask=mask,
-        group_sizes=np.full(len(examples), ids.shape[1], np.int32),
+        group_sizes=np.full(count, ids.shape[1], np.int32),
         rewards=rewards.astype(np.float32),
     )
-    return Rollout(list(examples), texts, rewards, batch, logps, finished)
+    return Rollout(list(examples), texts, rewards, batch, logps[:count], finished)
 
 
 def _ended(task: data.Task, ids: np.ndarray) -> bool:
@@ -145,8 +123,7 @@ def evaluate(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """(means over the first `num_prompts` held-out prompts, `num_samples` responses for the log).
 
-    A finite split with fewer prompts is used whole. The last batch is filled up with repeated prompts, whose results
-    are dropped, so that every batch has the same shape.
+    A finite split with fewer prompts is used whole.
     """
     size = task.size("eval")
     count = num_prompts if size is None else min(num_prompts, size)
@@ -155,11 +132,10 @@ def evaluate(
     rows: list[dict[str, float]] = []
     samples: list[dict[str, Any]] = []
     for start in range(0, count, batch_size):
-        wanted = min(batch_size, count - start)
-        indices = [start + min(i, wanted - 1) for i in range(batch_size)]
-        examples = [task.example("eval", i) for i in indices]
-        out = roll_out(task, reward_fn, sample, params, examples, max_prompt, jax.random.fold_in(key, start))
-        for b in range(wanted):
+        examples = [task.example("eval", i) for i in range(start, min(start + batch_size, count))]
+        own_key = jax.random.fold_in(key, start)
+        out = roll_out(task, reward_fn, sample, params, examples, max_prompt, own_key, batch_size)
+        for b in range(len(examples)):
             for g, text in enumerate(out.texts[b]):
                 row = {"reward": float(out.rewards[b, g]), "finished": float(out.finished[b, g])}
                 row["completion_length"] = float(out.batch.completion_lengths[b, g])
@@ -170,7 +146,7 @@ def evaluate(
                     example = examples[b]
                     samples.append(
                         {
-                            "index": indices[b],
+                            "index": start + b,
                             "prompt": example.get("prompt", ""),
                             "completion": text,
                             "answer": example.get("answer", ""),
