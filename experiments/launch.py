@@ -49,7 +49,7 @@ def main() -> None:
     if _DRY_RUN.value:
         print(train.dry_run(_CONFIG.value))
     else:
-        train.run(_CONFIG.value, _WORKDIR.value, resume=_RESUME.value)
+        train.run(_CONFIG.value, str(_WORKDIR.value), resume=_RESUME.value)
 
 
 def is_users(error: Exception) -> bool:

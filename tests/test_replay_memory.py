@@ -67,6 +67,7 @@ SHORT, LONG = 4 * CHUNK + 1, 16 * CHUNK + 1
 
 
 def check_slope(name, per_token, **static):
+    static = {"prefix_activations": "recompute", **static}
     short, long = temp(name, SHORT, **static), temp(name, LONG, **static)
     slope = (long - short) / (LONG - SHORT)
     assert slope <= 1.05 * per_token, f"{slope:.0f} bytes a prompt token, at most {1.05 * per_token:.0f}"
@@ -75,7 +76,7 @@ def check_slope(name, per_token, **static):
 
 
 def test_exact_with_recompute_holds_the_state_and_its_cotangent():
-    check_slope("plain_grpo", 2 * STATE, prefix_grad="exact", prefix_activations="recompute")
+    check_slope("plain_grpo", 2 * STATE, prefix_grad="exact")
 
 
 def test_stop_holds_the_state():
@@ -94,7 +95,32 @@ def test_stop_holds_the_state():
     ],
 )
 def test_slope_of_other_programs(name, per_token, static):
-    check_slope(name, per_token, prefix_activations="recompute", **static)
+    check_slope(name, per_token, **static)
+
+
+def kept_bytes(policy):
+    """Of a prompt of LONG tokens."""
+    geometry = replay.make_geometry(replay.Options(chunk_size=CHUNK), LONG, 2, 64)
+    return replay.kept_bytes(CONFIG, policy, geometry, jnp.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["everything_saveable", "nothing_saveable"])
+def test_kept_activations_cost_what_the_formula_says(policy):
+    kept = kept_bytes(policy)
+    per_token = 2 * STATE + kept / (LONG - 1)
+    check_slope("plain_grpo", per_token, prefix_activations="keep", remat_policy=policy)
+
+
+def test_auto_keeps_what_fits_into_the_budget():
+    options = {"prompt": LONG, "branches": 2, "response": 64, "dtype": jnp.float32}
+    kept = kept_bytes("everything_saveable")
+    for budget, choice in ((kept - 1, "recompute"), (kept, "keep")):
+        auto = replay.Options(chunk_size=CHUNK, memory_budget=budget)
+        assert replay.choose_prefix_activations(CONFIG, auto, **options) == choice
+        for fixed in ("keep", "recompute"):
+            chosen = replay.Options(chunk_size=CHUNK, memory_budget=budget, prefix_activations=fixed)
+            assert replay.choose_prefix_activations(CONFIG, chosen, **options) == fixed
 
 
 def test_memory_does_not_grow_with_the_number_of_branches():

@@ -120,7 +120,7 @@ def test_supervised_target_asks_about_several_pairs_and_masks_the_questions():
 
 def test_a_shorter_task_holds_the_pairs_that_fit():
     task = RetrievalTask()
-    assert [task.at_length(n).num_pairs for n in (8, 16, 32, 64, 512)] == [1, 2, 5, 8, 8]
+    assert [task.at_length(n).num_pairs for n in (8, 16, 20, 32, 512)] == [1, 2, 3, 4, 4]
     assert task.at_length(16).tokenizer.symbols == task.tokenizer.symbols
     assert len(task.at_length(16).example("train", 0)["prompt_ids"]) == 16
 
@@ -134,9 +134,9 @@ def test_values_that_repeat():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_keys": 7}, "8 pairs need as many distinct keys, but num_keys is 7"),
-        ({"num_values": 23}, "need num_values ≥ 24, got 23"),
-        ({"prompt_length": 42}, "42 to 42 tokens; the shortest must hold the 43 tokens"),
+        ({"num_keys": 3}, "4 pairs need as many distinct keys, but num_keys is 3"),
+        ({"num_values": 11}, "need num_values ≥ 12, got 11"),
+        ({"prompt_length": 22}, "22 to 22 tokens; the shortest must hold the 23 tokens"),
         ({"min_prompt_length": 600}, "600 to 512"),
         ({"num_fillers": 0}, "num_fillers must be at least 1"),
         ({"num_pairs": 1, "answer_length": 1, "num_keys": 2, "num_values": 5}, "fewer than 64"),

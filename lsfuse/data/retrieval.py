@@ -5,6 +5,10 @@
 Filler (f…) makes any length out of the same number of pairs. With distinct values (the default) no value symbol occurs
 twice in a prompt, so that the one skill needed is to find the earlier occurrence of a token and copy what followed it,
 once per answer token and once for the stop: an induction circuit, which two blocks learn.
+
+Two blocks of width 64 with tied embeddings find it from supervised targets in about 400 steps of 32 prompts of 16
+tokens (`at_length(16)`; Adam, 2e-3: six seeds of six), some 20 seconds of one CPU core; at 512 tokens from the start
+they do not find it in any such time. Longer prompts then follow in tens of steps each, best with ragged lengths.
 """
 
 import dataclasses
@@ -45,11 +49,11 @@ class RetrievalTask:
 
     prompt_length: int = 512
     min_prompt_length: int | None = None
-    num_pairs: int = 8
+    num_pairs: int = 4
     answer_length: int = 3
-    num_keys: int = 16
-    num_values: int = 32
-    num_fillers: int = 8
+    num_keys: int = 8
+    num_values: int = 16
+    num_fillers: int = 4
     distinct_values: bool = True
     num_queries: int | None = None
     seed: int = 0

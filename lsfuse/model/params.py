@@ -12,8 +12,8 @@ from lsfuse.types import Array, Params
 
 
 def init_params(config: ModelConfig, key: Array, dtype=jnp.float32) -> Params:
-    """Random parameters: normal with standard deviation 1/sqrt(fan in) (embeddings: 0.02), output projections divided
-    by sqrt(2 · blocks) (GPT-2), gains one, biases zero."""
+    """Random parameters: normal with standard deviation 1/sqrt(fan in), output projections divided by sqrt(2 · blocks)
+    (GPT-2), embeddings 0.02, or 1/sqrt(D) where they are the head too; gains one, biases zero."""
     shapes = traverse_util.flatten_dict(param_shapes(config), sep="/")
 
     def leaf(i: int, path: str, shape: tuple[int, ...]) -> Array:
@@ -22,7 +22,9 @@ def init_params(config: ModelConfig, key: Array, dtype=jnp.float32) -> Params:
             return jnp.ones(shape, dtype)
         if name.endswith("bias"):
             return jnp.zeros(shape, dtype)
-        std = 0.02 if name == "embed_tokens" else shape[-2] ** -0.5
+        std = shape[-2] ** -0.5
+        if name == "embed_tokens":
+            std = config.hidden_size**-0.5 if config.tie_word_embeddings else 0.02
         if name in ("o_proj", "down_proj"):
             std /= math.sqrt(2 * config.num_blocks)
         return (std * jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32)).astype(dtype)

@@ -31,7 +31,7 @@ Cache = tuple[Array, Array]
 
 @struct.dataclass
 class Row:
-    """What a step's rows share with attention. step: int32 scalar. busy: bool [B], groups with a branch that goes on."""
+    """What attention needs of a step. step: int32 scalar. busy: bool [B], groups in which a branch goes on."""
 
     step: Array
     busy: Array
@@ -55,12 +55,14 @@ class Prefilled:
     exists: Array
 
 
-def prefill(params: Params, config: ModelConfig, prompt_ids: Array, prompt_lengths: Array, chunk_size: int) -> Prefilled:
+def prefill(
+    params: Params, config: ModelConfig, prompt_ids: Array, prompt_lengths: Array, chunk_size: int
+) -> Prefilled:
     """Args: prompt_ids int32 [B, P]; prompt_lengths int32 [B], 0 for padding."""
     groups, size = prompt_ids.shape
     geometry = make_geometry(Options("stop", chunk_size), size, 1, 1)
     padded = jnp.pad(prompt_ids, ((0, 0), (0, max(geometry.state - size, 0))))
-    states = lax.map(lambda xs: capture(params, config, *xs, geometry)[0], (padded, prompt_lengths))
+    states = lax.map(lambda xs: capture(params, config, xs[0], xs[1], geometry)[0], (padded, prompt_lengths))
     state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), states)
     lengths = jnp.maximum(prompt_lengths - 1, 0)
     return Prefilled(state, lengths, prompt_ids[jnp.arange(groups), lengths], prompt_lengths > 0)
@@ -220,4 +222,5 @@ def decode(
         caches,
     )
     _, _, _, ids, lengths, logps, _ = lax.while_loop(going, step, carry)
-    return tuple(x.reshape(groups, branches, *x.shape[1:]) for x in (ids, lengths, logps))
+    shape = (groups, branches)
+    return ids.reshape(*shape, -1), lengths.reshape(shape), logps.reshape(*shape, -1)

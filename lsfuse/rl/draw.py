@@ -17,9 +17,9 @@ def draw_tokens(logits: Array, keys: Array, temperature: float, top_p: float) ->
     whole vocabulary, at temperature 1 if `temperature` is 0, and are not renormalised over the nucleus: they are what a
     scoring pass at the same temperature gives.
     """
-    logps = jax.nn.log_softmax(logits / temperature if temperature > 0 else logits)
+    logps: Array = jax.nn.log_softmax(logits / temperature if temperature > 0 else logits)
     if temperature == 0:
-        tokens = jnp.argmax(logits, -1)
+        tokens: Array = jnp.argmax(logits, -1)
     else:
         allowed = jnp.where(nucleus(jnp.exp(logps), top_p), logps, -jnp.inf) if top_p < 1 else logps
         tokens = jax.vmap(_categorical)(keys, allowed)

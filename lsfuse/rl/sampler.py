@@ -97,7 +97,8 @@ class Sampler:
         shape, lengths_shape = np.shape(prompt_ids), np.shape(prompt_lengths)
         if len(shape) != 2 or 0 in shape or lengths_shape != shape[:1]:
             raise ValueError(
-                f"sampler: prompt_ids must be [B, P] and prompt_lengths [B], got {list(shape)} and {list(lengths_shape)}"
+                f"sampler: prompt_ids must be [B, P] and prompt_lengths [B], got {list(shape)} and"
+                f" {list(lengths_shape)}"
             )
         if isinstance(prompt_ids, jax.core.Tracer) or isinstance(prompt_lengths, jax.core.Tracer):
             return

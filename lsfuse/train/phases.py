@@ -157,7 +157,7 @@ class GroupRL:
         key = jax.random.fold_in(self.key, step)
         assert self.reward_fn is not None
         out = roll_out(self.task, self.reward_fn, self.sample, state.params, examples, fields.max_prompt, key)
-        advantages = rl.group_advantages(out.rewards, out.batch.group_sizes, fields.advantage_scale)
+        advantages = rl.group_advantages(out.rewards, np.asarray(out.batch.group_sizes), fields.advantage_scale)
         old = out.logps if self.old_logps == "sampler" else None
         return out.batch.replace(advantages=advantages, old_per_token_logps=old), out.metrics()
 
@@ -176,7 +176,9 @@ class GroupRL:
             exists = np.arange(fields.num_generations) < batch.group_sizes[:, None]
             metrics["reward"] = float(batch.rewards[exists].mean())
             if batch.advantages is None:
-                advantages = rl.group_advantages(batch.rewards, batch.group_sizes, fields.advantage_scale)
+                advantages = rl.group_advantages(
+                    np.asarray(batch.rewards), np.asarray(batch.group_sizes), fields.advantage_scale
+                )
                 batch = batch.replace(advantages=advantages)
         if fields.old_logps == "none":
             batch = batch.replace(old_per_token_logps=None)

@@ -105,7 +105,7 @@ def _ended(task: data.Task, ids: np.ndarray) -> bool:
     """Whether a response ended by itself."""
     if not ids.size:
         return False
-    text = task.tokenizer.decode(ids) if task.stop_strings else ""
+    text = task.tokenizer.decode(ids.tolist()) if task.stop_strings else ""
     return int(ids[-1]) in task.tokenizer.stop_ids or any(stop in text for stop in task.stop_strings)
 
 
