@@ -73,7 +73,7 @@ def rows_backward(
     """`tails_backward` with the prompt in every row; there is no prefix state to leave cotangents for."""
     ids, valid, tokens, predicted, here, labels = _inputs(batch, config, params["embed_tokens"].dtype)
     dlogps, dentropies = (
-        jnp.where(here, d[0], 0).reshape(-1).astype(saved.head.lse.dtype) for d in (dlogps, dentropies)
+        jnp.where(here, d[0].astype(saved.head.lse.dtype), 0).reshape(-1) for d in (dlogps, dentropies)
     )
     x = saved.x.reshape(-1, saved.x.shape[-1])
     dx, grads = token_logprobs_backward(

@@ -66,7 +66,7 @@ def tails_backward(
     """Adds the tails' gradients to `grads` and the cotangents of the prefix to `dstate`, in place."""
     ids, labels, valid, tokens = _inputs(batch, config, params["embed_tokens"].dtype)
     dlogps, dentropies = (
-        jnp.where(valid, d[0], 0).reshape(-1).astype(saved.head.lse.dtype) for d in (dlogps, dentropies)
+        jnp.where(valid, d[0].astype(saved.head.lse.dtype), 0).reshape(-1) for d in (dlogps, dentropies)
     )
     x = saved.x.reshape(-1, saved.x.shape[-1])
     dx, grads = token_logprobs_backward(
