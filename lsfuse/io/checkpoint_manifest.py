@@ -45,7 +45,7 @@ def digest(array: np.ndarray) -> str:
     """SHA-256 of dtype, shape and bytes (C order, the machine's byte order)."""
     array = np.ascontiguousarray(array)
     sha = hashlib.sha256(f"{array.dtype.name}{list(array.shape)}".encode())
-    sha.update(memoryview(array.reshape(-1).view(np.uint8)))
+    sha.update(array.reshape(-1).view(np.uint8).data)
     return sha.hexdigest()
 
 

@@ -204,7 +204,7 @@ def _read_params(
     shapes = traverse_util.flatten_dict(param_shapes(config))
     leaves = {}
     for path, members in by_leaf.items():
-        leaf = jnp.zeros(shapes[path], dtypes[path])
+        leaf: Array = jnp.zeros(shapes[path], dtypes[path])
         for spec in members:
             leaf = _fill(leaf, spec, tensors[spec.name])
         leaves[path] = leaf

@@ -31,7 +31,7 @@ def check_batch(batch: Batch, model: ModelConfig) -> None:
     _range("completion_lengths", lengths, 0, response, "the padded response")
     total = b.prompt_lengths[:, None] + lengths
     if total.size and total.max() > model.max_position_embeddings:
-        g, i = np.unravel_index(total.argmax(), total.shape)
+        g, i = (int(n) for n in np.argwhere(total == total.max())[0])
         raise ValueError(
             f"group {g}, branch {i}: {b.prompt_lengths[g]} prompt and {lengths[g, i]} response tokens exceed the"
             f" model's context of {model.max_position_embeddings} (max_position_embeddings); shorten the prompt"

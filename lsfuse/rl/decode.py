@@ -165,7 +165,7 @@ def decode_step(
             return (block_forward(config, block, p, x, tokens, None, known)[0], cache), None
 
         (x, cache), _ = lax.scan(body, (x, caches.get(run)), jnp.arange(count))
-        if block.has_attention:
+        if cache is not None:
             caches = {**caches, run: cache}
     return logits(params, config, rms_norm(x[0], params["norm"], config.rms_norm_eps)), caches
 

@@ -87,7 +87,7 @@ def roll_out(
             lengths[b, g] = length
             rewards[b, g] = reward_fn(example, text)
             texts[b].append(text)
-    rl.check_rewards(rewards, np.full(len(rewards), rewards.shape[1]))
+    rl.check_rewards(rewards, np.full(count, lengths.shape[-1]))
     mask = (np.arange(ids.shape[2]) < lengths[..., None]).astype(np.int32)
     batch = replay.Batch(
         prompt_ids=prompt_ids[:count],
