@@ -10,6 +10,7 @@ import pytest
 from lsfuse.replay.batch import Batch
 from lsfuse.rl import dpo, grpo, gspo, kl_estimate, log_ratio, nll, reinforce, token_weights
 from lsfuse.rl.objectives.gspo import sequence_ratio
+from tests import helpers
 
 OBJECTIVES = {
     "grpo": grpo(beta=0.3),
@@ -329,3 +330,15 @@ def test_an_unpaired_branch_is_left_out_in_jit(x64):
 def test_bad_settings_raise_when_the_objective_is_made(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+# --- through the engine -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dpo"])
+def test_the_engine_agrees_with_the_dense_oracle(x64, name):
+    """One pass for grpo and gspo, two for dpo; groups of unlike size, one empty and one all-masked response."""
+    params = helpers.random_params(helpers.TINY)
+    batch = helpers.make_batch(helpers.TINY, (7, 2), ((4, 5, 1, 2), (3, 0)), shape=(8, 4, 5), seed=3, silent=((0, 2),))
+    helpers.check_step(name, helpers.TINY, params, batch, "objectives", chunk_size=4, branch_batch=2)
