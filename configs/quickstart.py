@@ -13,6 +13,8 @@ from lsfuse.train import default_config
 CI = (
     "--config.warm_start.stages=()",
     "--config.warm_start.steps=2",
+    "--config.warm_start.optimizer.warmup_steps=1",
+    "--config.rl.optimizer.warmup_steps=1",
     "--config.rl.steps=2",
     "--config.eval.num_prompts=4",
     "--config.checkpoint.every=1",

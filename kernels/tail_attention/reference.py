@@ -95,7 +95,7 @@ def _corner(layer, position) -> tuple[Array, ...]:
 
 def _bias(mask: Array, q: Array) -> Array:
     """0 where `mask`, else -inf: added to scores, it costs no pass over them of its own."""
-    return jnp.where(mask, 0.0, -jnp.inf).astype(_accumulator(q))
+    return jnp.where(mask, jnp.zeros((), _accumulator(q)), -jnp.inf)
 
 
 def _prefix_tile(k: Array, v: Array, layer, start, j, tile: int, lo, hi):
