@@ -17,10 +17,11 @@ from lsfuse.model.config import ModelConfig
 from lsfuse.model.layers import ATTENTION_IN, attention_in, rms_norm, subset
 from lsfuse.model.rope import rope_tables
 from lsfuse.model.state import PrefixState
-from lsfuse.model.transformer import block_params, embed, logits
+from lsfuse.model.transformer import embed, logits
 from lsfuse.replay.geometry import Options, make_geometry
 from lsfuse.replay.prefix import capture
 from lsfuse.rl.draw import draw_tokens
+from lsfuse.rl.kernels_in_run import decode_params
 from lsfuse.types import Array, Params
 
 OWN_TILE = 128  # own keys read at a time
@@ -157,7 +158,7 @@ def decode_step(
 
         def body(carry, layer, run=run, block=block):
             x, cache = carry
-            p, known = block_params(params, run, layer), None
+            p, known = decode_params(params, run, layer, ids.shape[0]), None
             if block.has_attention:
                 q, k, v = attention_in(config, subset(p, ATTENTION_IN), x, rope)
                 o, cache = attend(run, layer, q, k, v, cache, row)
