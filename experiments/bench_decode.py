@@ -1,0 +1,304 @@
+"""Decoding against one shared prefix, beside G decodes with copied caches: time of a step and its roofline.
+
+    python -m experiments.bench_decode --P=4096 --R=32 --G=8
+
+The defaults are a Llama-shaped model of 8 blocks (d 512, 8 query and 4 kv heads of 64, FFN 1,536, vocabulary 8,192) in
+float32, one group. Three decoders differ in attention only and share everything else, sampling included:
+
+    shared   what `rl.sample` runs: all branches read the one prefix state
+    tiled    every branch has its own copy of it, [K, P + R, H], read by the same tiled kernel, branch after branch
+    batched  the same copies, read whole by products batched over branches, softmax in between
+
+The baseline is the faster of the last two. A step's time excludes prefill, and what a call costs without steps. The
+roofline time of a step is max(bytes / bandwidth, FLOPs / matmul rate), both rates measured between the decoders' turns
+by a sum over a large array and a large product; bytes are parameters once, keys and values of the prefix once (shared)
+or once per branch, and the branches' own. Times are CPU seconds on a CPU, as the rates are (what a step costs on any
+number of cores), wall seconds elsewhere; everything is timed in turn and the fastest of the repeats counts.
+
+Writes table.txt, rows.csv, rows.json and bench.png into --out.
+"""
+
+import csv
+import dataclasses
+import json
+import pathlib
+import platform
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+from absl import app, flags
+from jax import lax
+
+from lsfuse import model as models
+from lsfuse.kernels import tail_attention
+from lsfuse.rl import decode as decoding
+from lsfuse.rl.sampler import branch_keys
+from lsfuse.types import Array, Params
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+_P = flags.DEFINE_integer("P", 4096, "Prompt tokens.", lower_bound=1)
+_R = flags.DEFINE_integer("R", 32, "Tokens decoded in every branch.", lower_bound=1)
+_G = flags.DEFINE_integer("G", 8, "Branches.", lower_bound=1)
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Timed runs of every decoder.", lower_bound=1)
+_BLOCKS = flags.DEFINE_integer("blocks", 8, "Blocks of the model.", lower_bound=1)
+_D = flags.DEFINE_integer("d", 512, "Width of the model; heads of 64, half as many kv heads.", lower_bound=128)
+_FFN = flags.DEFINE_integer("ffn", 1536, "Hidden channels of the FFNs.", lower_bound=1)
+_VOCAB = flags.DEFINE_integer("vocab", 8192, "Vocabulary.", lower_bound=2)
+_OUT = flags.DEFINE_string("out", "runs/bench_decode", "Folder for the results.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One decoder's step. seconds, roofline_seconds: of one step for all branches; bytes, flops: what it must move and
+    compute; reached: roofline_seconds / seconds."""
+
+    decoder: str
+    seconds: float
+    roofline_seconds: float
+    reached: float
+    bytes: float
+    flops: float
+
+
+# --- the baseline: a copy of the prefix for every branch --------------------------------------------------------------
+
+
+def copied_caches(prefilled: decoding.Prefilled, branches: int, max_tokens: int) -> dict[str, decoding.Cache]:
+    """[L · G, K, P + R, H] by run: the prefix once per branch, and room for what the branch decodes."""
+
+    def copy(x):
+        return jnp.pad(jnp.repeat(x, branches, 0), ((0, 0), (0, 0), (0, max_tokens), (0, 0)))
+
+    return {run: (copy(prefilled.state.k[run]), copy(prefilled.state.v[run])) for run in prefilled.state.k}
+
+
+def write_copies(cache: decoding.Cache, layer: Array, k: Array, v: Array, position: Array) -> decoding.Cache:
+    """Puts keys and values [K, 1, G, H] of one block at `position` of every branch."""
+
+    def put(buffer, new):
+        new = jnp.moveaxis(new, 2, 0)  # [G, K, 1, H]
+        return lax.dynamic_update_slice(buffer, new, (layer * new.shape[0], 0, position, 0))
+
+    return put(cache[0], k), put(cache[1], v)
+
+
+def tiled_attention(prefilled: decoding.Prefilled) -> decoding.Attend:
+    """Branch after branch: a tile of a branch's keys is read while it is in the cache, as in the shared decoder."""
+
+    def attend(run, layer, q, k, v, cache, row):
+        length = prefilled.lengths[0] + row.step
+        cache = write_copies(cache, layer, k, v, length)
+        branches = q.shape[2]
+
+        def branch(b):
+            prefix = tail_attention.Prefix(*cache, layer * branches + b, length)
+            q_b, k_b, v_b = (lax.dynamic_slice_in_dim(x, b, 1, 2) for x in (q, k, v))
+            return tail_attention.forward(q_b, k_b, v_b, jnp.ones(1, jnp.int32), prefix)[0]
+
+        o = lax.map(branch, jnp.arange(branches))
+        return jnp.moveaxis(o[:, :, 0], 0, 2).reshape(q.shape), cache
+
+    return attend
+
+
+def batched_attention(prefilled: decoding.Prefilled) -> decoding.Attend:
+    """All branches together: a kv head's products over the whole length of the caches, batched over branches."""
+
+    def attend(run, layer, q, k, v, cache, row):
+        length = prefilled.lengths[0] + row.step
+        cache = write_copies(cache, layer, k, v, length)
+        branches, (_, _, size, head_dim) = q.shape[2], cache[0].shape
+
+        def head(h):
+            corner, shape = (layer * branches, h, 0, 0), (branches, 1, size, head_dim)
+            keys, values = (lax.dynamic_slice(x, corner, shape)[:, 0] for x in cache)
+            scores = jnp.einsum("brh,bsh->brs", q[h, 0] * head_dim**-0.5, keys)
+            scores = jnp.where(jnp.arange(size) <= length, scores, -jnp.inf)
+            return jnp.einsum("brs,bsh->brh", jax.nn.softmax(scores), values)
+
+        return lax.map(head, jnp.arange(q.shape[0]))[:, None], cache
+
+    return attend
+
+
+# --- decoders and rooflines -------------------------------------------------------------------------------------------
+
+
+def make_decoders(model: models.ModelConfig, params: Params, prompt: int, branches: int, max_tokens: int):
+    """name -> function of a number of steps that decodes so many, prefill done before."""
+    ids = np.random.default_rng(0).integers(0, model.vocab_size, (1, prompt), dtype=np.int32)
+    lengths = np.full(1, prompt, np.int32)
+    prefilled = jax.jit(decoding.prefill, static_argnums=(1, 4))(params, model, ids, lengths, 512)
+    copies = jax.jit(lambda p: copied_caches(p, branches, max_tokens))(prefilled)
+    own = decoding.shared_caches(model, 1, branches, max_tokens, params["embed_tokens"].dtype)
+    kinds: dict[str, tuple[Callable[[decoding.Prefilled], decoding.Attend], dict]] = {
+        "shared": (decoding.shared_attention, own),
+        "tiled": (tiled_attention, copies),
+        "batched": (batched_attention, copies),
+    }
+
+    def make(attention, caches):
+        @jax.jit
+        def run(params: Params, prefilled: decoding.Prefilled, caches, steps: Array):
+            return decoding.decode(
+                params,
+                model,
+                prefilled,
+                attention(prefilled),
+                caches,
+                branch_keys(jax.random.key(1), 1, branches),
+                max_tokens=max_tokens,
+                temperature=1.0,
+                top_p=1.0,
+                stop_ids=(),
+                steps=steps,
+            )
+
+        return lambda steps: jax.block_until_ready(run(params, prefilled, caches, jnp.int32(steps)))
+
+    return {name: make(*kind) for name, kind in kinds.items()}
+
+
+def step_bytes(
+    model: models.ModelConfig, params: Params, prompt: int, branches: int, steps: int, copied: bool
+) -> float:
+    """Bytes that a step must read, on average over `steps`: all parameters but the embedding (of which G rows) unless
+    it is the head too; the prefix, once or once per branch; each branch's own keys and values so far."""
+    table = params["embed_tokens"]
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    if "lm_head" in params:
+        weights -= table.nbytes
+    positions = (prompt - 1) * (branches if copied else 1) + branches * (steps + 1) / 2
+    per_position = sum(2 * b.num_kv_heads * model.head_dim for b in model.blocks if b.has_attention)
+    return weights + positions * per_position * table.dtype.itemsize
+
+
+def step_flops(model: models.ModelConfig, prompt: int, branches: int, steps: int) -> float:
+    """FLOPs of a step, on average over `steps`; the same with shared and with copied caches."""
+    linear = sum(np.prod(s) for b in model.blocks for s in models.block_param_shapes(model, b).values() if len(s) == 2)
+    visible = prompt - 1 + (steps + 1) / 2
+    attention = 2 * model.num_heads * model.head_dim * visible * sum(b.has_attention for b in model.blocks)
+    return 2.0 * branches * (linear + model.hidden_size * model.vocab_size + attention)
+
+
+def make_probes() -> dict[str, tuple[Callable[[], object], float]]:
+    """name -> (what to time, bytes or FLOPs of it): a sum over 256 MiB, and a product of 2,048 × 2,048."""
+    long, square = jnp.ones((64, 1 << 20), jnp.float32), jnp.ones((2048, 2048), jnp.float32)
+    total, product = jax.jit(jnp.sum), jax.jit(jnp.matmul)
+    return {
+        "bandwidth": (lambda: jax.block_until_ready(total(long)), float(long.nbytes)),
+        "matmul": (lambda: jax.block_until_ready(product(square, square)), 2.0 * 2048**3),
+    }
+
+
+def measure(decoders: dict[str, Callable], steps: int, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
+    """(seconds of a step by decoder, rates by probe), everything in turn, the fastest of the repeats."""
+    clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
+
+    def timed(f, *args) -> float:
+        start = clock()
+        f(*args)
+        return clock() - start
+
+    probes = make_probes()
+    for decode in decoders.values():
+        decode(1)
+    for probe, _ in probes.values():
+        probe()
+    # decode(0) costs what a call costs besides its steps: copying caches into the loop, mostly.
+    times: dict[str, list[float]] = {name: [] for name in [*decoders, *(f"{n} idle" for n in decoders), *probes]}
+    for _ in range(repeats):
+        for name, decode in decoders.items():
+            times[f"{name} idle"].append(timed(decode, 0))
+            times[name].append(timed(decode, steps))
+            for probe, (f, _) in probes.items():
+                times[probe] += [timed(f) for _ in range(3)]
+    best = {name: min(values) for name, values in times.items()}
+    seconds = {name: (best[name] - best[f"{name} idle"]) / steps for name in decoders}
+    return seconds, {name: amount / best[name] for name, (_, amount) in probes.items()}
+
+
+def make_rows(seconds: dict[str, float], rates: dict[str, float], moved: dict[str, float], flops: float) -> list[Row]:
+    rows = []
+    for name, time_ in seconds.items():
+        size = moved["shared" if name == "shared" else "copied"]
+        roofline = max(size / rates["bandwidth"], flops / rates["matmul"])
+        rows.append(Row(name, time_, roofline, roofline / time_, size, flops))
+    return rows
+
+
+def table(rows: list[Row], rates: dict[str, float]) -> tuple[str, dict[str, float]]:
+    """The text, and its last line as numbers: speed-up measured and by roofline, and their ratio."""
+    lines = [f"{'decoder':>8} {'MB':>9} {'GFLOP':>7} {'step ms':>9} {'roofline ms':>11} {'reached':>8}"]
+    for r in rows:
+        lines.append(
+            f"{r.decoder:>8} {r.bytes / 1e6:>9.1f} {r.flops / 1e9:>7.2f} {r.seconds * 1e3:>9.2f}"
+            f" {r.roofline_seconds * 1e3:>11.2f} {r.reached:>8.2f}"
+        )
+    shared, baseline = rows[0], min(rows[1:], key=lambda r: r.seconds)
+    measured = baseline.seconds / shared.seconds
+    possible = baseline.roofline_seconds / shared.roofline_seconds
+    result = {"speed_up": measured, "roofline_speed_up": possible, "reached": measured / possible}
+    lines.append(f"{rates['bandwidth'] / 1e9:.1f} GB/s, {rates['matmul'] / 1e9:.1f} GFLOP/s")
+    lines.append(
+        f"shared over {baseline.decoder}: {measured:.2f} times faster, roofline {possible:.2f}, reached"
+        f" {measured / possible:.2f} (at least 0.70 required)"
+    )
+    return "\n".join(lines), result
+
+
+def save(out: pathlib.Path, rows: list[Row], text: str, setting: dict) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "table.txt").write_text(text + "\n")
+    records = [dataclasses.asdict(r) for r in rows]
+    (out / "rows.json").write_text(json.dumps({"setting": setting, "rows": records}, indent=2) + "\n")
+    with open(out / "rows.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(records[0]))
+        writer.writeheader()
+        writer.writerows(records)
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
+    for axis, values, title in (
+        (axes[0], [r.seconds * 1e3 for r in rows], "ms a step (measured)"),
+        (axes[1], [r.roofline_seconds * 1e3 for r in rows], "ms a step (roofline)"),
+    ):
+        axis.bar([r.decoder for r in rows], values, color=["C0", "0.6", "0.75"])
+        axis.bar_label(axis.containers[0], fmt="%.3g")
+        axis.set_title(title)
+    figure.suptitle(f"P {setting['P']}, R {setting['R']}, G {setting['G']}")
+    figure.savefig(out / "bench.png", dpi=130)
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    prompt, steps, branches = _P.value, _R.value, _G.value
+    heads = _D.value // 64
+    model = models.ModelConfig(
+        vocab_size=_VOCAB.value,
+        hidden_size=_D.value,
+        num_heads=heads,
+        head_dim=64,
+        blocks=models.uniform_blocks(_BLOCKS.value, max(heads // 2, 1), _FFN.value),
+        max_position_embeddings=prompt + steps,
+    )
+    params = models.init_params(model, jax.random.key(0))
+    seconds, rates = measure(make_decoders(model, params, prompt, branches, steps), steps, _REPEATS.value)
+    moved = {
+        kind: step_bytes(model, params, prompt, branches, steps, kind == "copied") for kind in ("shared", "copied")
+    }
+    rows = make_rows(seconds, rates, moved, step_flops(model, prompt, branches, steps))
+    text, result = table(rows, rates)
+    print(text)
+    setting = {name: flags.FLAGS[name].value for name in ("P", "R", "G", "repeats", "blocks", "d", "ffn", "vocab")}
+    setting |= {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "python": platform.python_version()}
+    save(pathlib.Path(_OUT.value), rows, text, setting | rates | result)
+    print(f"written to {_OUT.value}")
+
+
+if __name__ == "__main__":
+    app.run(main)
