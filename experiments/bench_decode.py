@@ -97,7 +97,7 @@ def tiled_attention(prefilled: decoding.Prefilled) -> decoding.Attend:
         branches = q.shape[2]
 
         def branch(b):
-            prefix = tail_attention.Prefix(*cache, layer * branches + b, length)
+            prefix = tail_attention.Prefix(cache[0], cache[1], layer * branches + b, length)
             q_b, k_b, v_b = (lax.dynamic_slice_in_dim(x, b, 1, 2) for x in (q, k, v))
             return tail_attention.forward(q_b, k_b, v_b, jnp.ones(1, jnp.int32), prefix)[0]
 
@@ -197,6 +197,15 @@ def make_probes() -> dict[str, tuple[Callable[[], object], float]]:
     }
 
 
+def warm_up(decoders: dict[str, Callable], steps: int) -> None:
+    """Compiles them, and checks that they decode the same tokens (but for draws that rounding decides)."""
+    (ids, _, logps), *others = (decode(steps) for decode in decoders.values())
+    for other_ids, _, other_logps in others:
+        same = np.asarray(ids[..., :steps] == other_ids[..., :steps]).all(-1)
+        if same.mean() < 0.9 or not np.allclose(logps[same], other_logps[same], atol=1e-3):
+            raise AssertionError("the decoders do not agree; their times would mean nothing")
+
+
 def measure(decoders: dict[str, Callable], steps: int, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
     """(seconds of a step by decoder, rates by probe), everything in turn, the fastest of the repeats."""
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
@@ -207,10 +216,9 @@ def measure(decoders: dict[str, Callable], steps: int, repeats: int) -> tuple[di
         return clock() - start
 
     probes = make_probes()
-    for decode in decoders.values():
-        decode(1)
-    for probe, _ in probes.values():
-        probe()
+    warm_up(decoders, min(2, steps))
+    for f, _ in probes.values():
+        f()
     # decode(0) costs what a call costs besides its steps: copying caches into the loop, mostly.
     times: dict[str, list[float]] = {name: [] for name in [*decoders, *(f"{n} idle" for n in decoders), *probes]}
     for _ in range(repeats):
