@@ -148,12 +148,22 @@ def _logits(config: ModelConfig, params: Grads, hidden):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _row(config: ModelConfig, params: Grads, ids, constant, temperature):
-    """(log-probs, entropies) [T − 1] of tokens 1 … T − 1 of one row ids [T], at a temperature."""
-    hidden = _hidden(config, params, ids, constant)[:-1]
-    logp = jax.nn.log_softmax(_logits(config, params, hidden) / temperature, axis=-1)
-    chosen = logp[jnp.arange(len(ids) - 1), ids[1:]]
-    return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+def _row(config: ModelConfig, params: Grads, ids, constant, temperature, cotangents):
+    """One row ids [T] at a temperature: log-probs and entropies [T − 1] of tokens 1 … T − 1, and the gradient of
+    their scalar product with `cotangents` (a pair [T − 1])."""
+
+    def scores(params):
+        hidden = _hidden(config, params, ids, constant)[:-1]
+        logp = jax.nn.log_softmax(_logits(config, params, hidden) / temperature, axis=-1)
+        chosen = logp[jnp.arange(len(ids) - 1), ids[1:]]
+        return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+
+    def weighted(params):
+        chosen, entropies = scores(params)
+        return chosen @ cotangents[0] + entropies @ cotangents[1], (chosen, entropies)
+
+    grads, out = jax.grad(weighted, has_aux=True)(params)
+    return out, grads
 
 
 def as_float64(tree):
@@ -180,38 +190,40 @@ def logits(config: ModelConfig, params: Grads, ids) -> np.ndarray:
         return np.asarray(_logits(config, params, states))
 
 
-def _scores(config: ModelConfig, params: Grads, batch: Batch, prefix_grad, temperature):
-    """Log-probs and entropies padded with zeros to [B, G, R]."""
+def _rows(batch: Batch):
+    """(group, branch, prompt length, response length, ids of prompt and response) of every response with a token."""
     prompts, responses = np.asarray(batch.prompt_ids), np.asarray(batch.completion_ids)
-    prompt_lengths, lengths = np.asarray(batch.prompt_lengths), np.asarray(batch.completion_lengths)
-    sizes = np.asarray(batch.group_sizes)
-    n_groups, n_branches, width = responses.shape
-    rows = []
-    for b in range(n_groups):
-        for g in range(n_branches):
-            p, r = int(prompt_lengths[b]), int(lengths[b, g])
-            if g >= sizes[b] or r == 0:
-                rows.append((jnp.zeros(width), jnp.zeros(width)))
-                continue
-            ids = np.concatenate([prompts[b, :p], responses[b, g, :r]]).astype(np.int32)
-            constant = np.arange(p + r) < constant_tokens(prefix_grad, p)
-            scores = _row(config, params, ids, constant, temperature)
-            rows.append(tuple(jnp.pad(x[p - 1 :], (0, width - r)) for x in scores))
-    logps, entropies = zip(*rows, strict=True)
-    shape = (n_groups, n_branches, width)
-    return jnp.stack(logps).reshape(shape), jnp.stack(entropies).reshape(shape)
+    for b, g in np.ndindex(responses.shape[:2]):
+        p, r = int(batch.prompt_lengths[b]), int(batch.completion_lengths[b, g])
+        if g < batch.group_sizes[b] and r > 0:
+            yield b, g, p, r, np.concatenate([prompts[b, :p], responses[b, g, :r]]).astype(np.int32)
+
+
+def _visit(config: ModelConfig, params: Grads, batch: Batch, prefix_grad, temperature, cotangents):
+    """Every row alone: (log-probs, entropies) padded with zeros to [B, G, R], and the summed gradient."""
+    out = np.zeros((2, *batch.completion_ids.shape))
+    total = jax.tree.map(np.zeros_like, params)
+    for b, g, p, r, ids in _rows(batch):
+        constant = np.arange(p + r) < constant_tokens(prefix_grad, p)
+        padded = np.zeros((2, p + r - 1))
+        padded[:, p - 1 :] = cotangents[:, b, g, :r]
+        scores, grads = _row(config, params, ids, constant, temperature, tuple(padded))
+        out[:, b, g, :r] = [x[p - 1 :] for x in scores]
+        total = jax.tree.map(np.add, total, jax.tree.map(np.asarray, grads))
+    return out, total
 
 
 def per_token_logps(config: ModelConfig, params: Grads, batch: Batch, temperature: float = 1.0):
     """(log-probs, entropies) of every response token, numpy float64 [B, G, R], zero where no token exists."""
     with jax.enable_x64(True):
-        scores = _scores(config, as_float64(params), as_float64(batch), "exact", temperature)
-        return tuple(np.asarray(x) for x in scores)
+        zeros = np.zeros((2, *batch.completion_ids.shape))
+        out, _ = _visit(config, as_float64(params), batch, "exact", temperature, zeros)
+        return tuple(out)
 
 
 @functools.cache
 def _compiled(objective):
-    return jax.jit(lambda logps, entropies, batch: objective(logps, entropies, batch))
+    return jax.jit(jax.value_and_grad(lambda scores, batch: objective(*scores, batch), has_aux=True))
 
 
 def value_and_grad(
@@ -224,22 +236,20 @@ def value_and_grad(
 ):
     """((loss, metrics), grads) in float64, evaluated at the given values of `params` whatever their dtype.
 
-    objective: called once on the whole batch, after its `prepare` if it has one. metrics: floats.
+    objective: called once on the whole batch, after its `prepare` if it has one. metrics: floats. The chain rule
+    through the log-probs and entropies is the sum over rows; everything in a row, and the objective, is `jax.grad`.
     """
     with jax.enable_x64(True):
-        batch = as_float64(batch)
+        params, batch = as_float64(params), as_float64(batch)
         prepare = getattr(objective, "prepare", None)
         if prepare is not None:
             batch = prepare(batch)
-
-        def loss_fn(p):
-            logps, entropies = _scores(config, p, batch, prefix_grad, temperature)
-            loss, metrics = _compiled(objective)(logps, entropies, batch)
-            return loss + 0.0 * jnp.sum(entropies), metrics  # one compiled transpose, entropies used or not
-
-        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(as_float64(params))
+        run = functools.partial(_visit, config, params, batch, prefix_grad, temperature)
+        scores, _ = run(np.zeros((2, *batch.completion_ids.shape)))
+        (loss, metrics), cotangents = _compiled(objective)(tuple(scores), batch)
+        _, grads = run(np.stack(cotangents))
         metrics = {k: float(v.compute() if hasattr(v, "compute") else v) for k, v in metrics.items()}
-        return (float(loss), metrics), jax.tree.map(np.asarray, grads)
+        return (float(loss), metrics), grads
 
 
 def _slices(tree: Grads):

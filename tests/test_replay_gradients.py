@@ -29,20 +29,9 @@ def test_every_mode_of_a_coupled_objective(x64, prefix_grad):
         check("coupled", key, prefix_grad=prefix_grad, chunk_size=4, branch_batch=2)
 
 
-def test_n_beyond_the_prompt_is_exact_and_stop_is_one(x64):
-    batch = BATCHES["default"]
-    step = {
-        n: helpers.engine("coupled", TINY, prefix_grad=n, temperature=1.0, chunk_size=4, branch_batch=2)(PARAMS, batch)
-        for n in ("exact", "stop", 1, 64)
-    }
-    oracle.assert_grads_close(step[1][1], jax.tree.map(np.asarray, step["stop"][1]), 1e-15)
-    oracle.assert_grads_close(step[64][1], jax.tree.map(np.asarray, step["exact"][1]), 1e-15)
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        {"prefix_activations": "recompute", "chunk_size": 1, "branch_batch": 1},
         {"prefix_activations": "keep", "chunk_size": 7, "branch_batch": 4, "remat_policy": "nothing_saveable"},
         {"prefix_activations": "recompute", "chunk_size": 64, "branch_batch": 3, "remat_policy": "dots_saveable"},
         {"prefix_activations": "keep", "prefix_grad": 5, "chunk_size": 3, "branch_batch": 99},
@@ -69,10 +58,6 @@ def test_one_pass_objectives(x64, name, options):
         check(name, key, **options)
 
 
-def test_temperature(x64):
-    check("plain_grpo", temperature=0.6, chunk_size=4, branch_batch=2)
-
-
 @pytest.mark.parametrize(
     ("config", "options"),
     [
@@ -94,18 +79,16 @@ def test_a_model_without_attention(x64):
     helpers.check_step("plain_grpo", config, params, batch, "no attention", chunk_size=4, branch_batch=2)
 
 
-# (P, G, R) with P = 1, G = 1 and R = 1, and shapes that broadcast by accident: G = R, G = P, chunk = R.
+# P = 1, G = 1 and R = 1; groups of 1 and 5 together. More shapes are in the slow tier.
 @pytest.mark.parametrize(
     ("prompts", "responses", "options"),
     [
         ((1,), ((1,),), {"prefix_grad": "exact"}),
         ((1, 1), ((4, 2, 1), (1, 0, 4)), {"prefix_grad": "exact", "branch_batch": 3}),
-        ((3,), ((3, 3, 3),), {"prefix_grad": "exact", "chunk_size": 3, "branch_batch": 3}),
-        ((3,), ((3, 3, 3),), {"prefix_grad": 2, "chunk_size": 1, "branch_batch": 3}),
         ((6, 2), ((3,), (5, 1, 2, 5, 5)), {"prefix_grad": "exact", "chunk_size": 2, "branch_batch": 2}),
     ],
 )
-def test_small_and_square_shapes(x64, prompts, responses, options):
+def test_small_shapes(x64, prompts, responses, options):
     batch = helpers.make_batch(TINY, prompts, responses, None, silent=(), tool_tokens=False)
     check("coupled", ("shape", prompts, responses), batch, **{"chunk_size": 8, **options})
 
@@ -135,8 +118,7 @@ def test_nothing_carries_loss(x64, name, kind):
         assert not np.asarray(leaf).any(), path
 
 
-@pytest.mark.parametrize("prefix_grad", ["exact", 5])
-def test_float32(prefix_grad):
+def test_float32():
     """The oracle is evaluated at the same float32-valued parameters."""
     params = helpers.random_params(TINY, 1, np.float32)
     for seed in range(2):
@@ -148,18 +130,9 @@ def test_float32(prefix_grad):
             batch,
             ("float32", seed),
             tol=1e-5,
-            prefix_grad=prefix_grad,
             chunk_size=4,
             branch_batch=2,
         )
-
-
-def test_the_user_s_extras_are_sliced_along(x64):
-    batch = BATCHES["default"]
-    rng = np.random.default_rng(0)
-    extras = {"token": rng.standard_normal((4, 4, 6)), "branch": rng.standard_normal((4, 4))}
-    batch = batch.replace(extras=extras, advantages=rng.standard_normal((4, 4, 6)))
-    check("weighted", ("extras",), batch, chunk_size=4, branch_batch=3)
 
 
 def test_dense_baseline(x64):

@@ -54,6 +54,29 @@ def test_unlike_blocks(x64, row):
     helpers.check_step(name, config, params, batch, "unlike", **options)
 
 
+def test_n_beyond_the_prompt_is_exact_and_stop_is_one(x64):
+    step = {
+        n: helpers.engine("coupled", TINY, prefix_grad=n, chunk_size=4, branch_batch=2)(PARAMS, BATCHES[0])
+        for n in ("exact", "stop", 1, 11, 64)
+    }
+    for n, same in ((1, "stop"), (11, "exact"), (64, "exact")):
+        oracle.assert_grads_close(step[n][1], jax.tree.map(np.asarray, step[same][1]), 1e-15)
+
+
+@pytest.mark.parametrize("name", ["coupled", "plain_grpo"])
+def test_temperature(x64, name):
+    for prefix_grad in ("exact", "stop"):
+        options = {"prefix_grad": prefix_grad, "temperature": 0.6, "chunk_size": 4, "branch_batch": 2}
+        helpers.check_step(name, TINY, PARAMS, BATCHES[0], ("tiny", 0), **options)
+
+
+def test_the_user_s_extras_are_sliced_along(x64):
+    rng = np.random.default_rng(0)
+    extras = {"token": rng.standard_normal((4, 4, 6)), "branch": rng.standard_normal((4, 4))}
+    batch = helpers.make_batch(TINY).replace(extras=extras, advantages=rng.standard_normal((4, 4, 6)))
+    helpers.check_step("weighted", TINY, PARAMS, batch, ("tiny", "extras"), chunk_size=4, branch_batch=3)
+
+
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
 @pytest.mark.parametrize("prefix_grad", ["exact", "stop"])
 def test_objectives_of_the_rl_package(x64, name, prefix_grad):
@@ -80,10 +103,13 @@ def test_dpo_of_the_rl_package(x64, prefix_grad):
         ((9,), ((1,),), {"prefix_grad": "exact", "chunk_size": 4}),
         ((9,), ((1,),), {"prefix_grad": "stop"}),
         ((2,), ((1, 1, 1),), {"prefix_grad": 2, "chunk_size": 1}),
+        ((3,), ((3, 3, 3),), {"prefix_grad": "exact", "chunk_size": 3, "branch_batch": 3}),
+        ((3,), ((3, 3, 3),), {"prefix_grad": 2, "chunk_size": 1, "branch_batch": 3}),
         ((6, 2), ((3,), (5, 1, 2, 5, 5)), {"prefix_grad": "stop", "chunk_size": 2, "branch_batch": 2}),
     ],
 )
-def test_small_shapes(x64, prompts, responses, options):
+def test_small_and_square_shapes(x64, prompts, responses, options):
+    """Also shapes that broadcast by accident: G = R, G = P, chunk = R."""
     batch = helpers.make_batch(TINY, prompts, responses, None, silent=(), tool_tokens=False)
     key = ("tiny", "shape", prompts, responses)
     helpers.check_step("coupled", TINY, PARAMS, batch, key, **{"chunk_size": 8, **options})

@@ -82,7 +82,7 @@ def test_first_response_tokens_share_one_distribution(x64):
         np.testing.assert_allclose(logps[0, t], [want[2, t], want[3, 8], want[4, 9]], rtol=1e-12)
 
 
-@pytest.mark.parametrize(("branch_batch", "wide"), [(1, True), (2, True), (4, False), (3, False)])
+@pytest.mark.parametrize(("branch_batch", "wide"), [(1, True), (2, True), (4, False)])
 def test_branches_are_independent_bit_for_bit(wide, branch_batch):
     """A prompt of 11, branches of 12, 12, 7, 9: branch 1 replaced, then shortened to 2, then the branches permuted."""
     with jax.enable_x64(wide):

@@ -162,7 +162,7 @@ SQUARE = ModelConfig(16384, 16, 4, 8, uniform_blocks(2, 2, 32), max_position_emb
     "static",
     [
         {"name": "plain_grpo", "prefix_activations": "keep"},
-        {"name": "coupled", "prefix_grad": 5000},
+        pytest.param({"name": "coupled", "prefix_grad": 5000}, marks=pytest.mark.slow),
         {"name": "coupled", "dense": True},
     ],
     ids=["exact", "n", "dense"],

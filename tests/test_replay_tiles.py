@@ -31,8 +31,10 @@ def small_tiles(monkeypatch):
     "options",
     [
         {"prefix_grad": "exact", "chunk_size": 7, "branch_batch": 2},
-        {"prefix_grad": 6, "chunk_size": 3, "branch_batch": 4, "prefix_activations": "keep"},
-        {"dense": True},
+        pytest.param(
+            {"prefix_grad": 6, "chunk_size": 3, "branch_batch": 4, "prefix_activations": "keep"}, marks=pytest.mark.slow
+        ),
+        pytest.param({"dense": True}, marks=pytest.mark.slow),
     ],
     ids=["exact", "n", "dense"],
 )
