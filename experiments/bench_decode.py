@@ -12,8 +12,8 @@ float32, one group. Three decoders differ in attention only and share everything
 The baseline is the faster of the last two. A step's time excludes prefill, and what a call costs without steps. The
 roofline time of a step is max(bytes / bandwidth, FLOPs / matmul rate), both rates measured between the decoders' turns
 by a sum over a large array and a large product; bytes are parameters once, keys and values of the prefix once (shared)
-or once per branch, and the branches' own. Times are CPU seconds on a CPU, as the rates are (what a step costs on any
-number of cores), wall seconds elsewhere; everything is timed in turn and the fastest of the repeats counts.
+or once per branch, and the branches' own. Everything is timed in turn and the fastest of the repeats counts. On a CPU
+all of it is given twice: in CPU seconds, which others on the machine disturb little, and in wall seconds.
 
 Writes table.txt, rows.csv, rows.json and bench.png into --out.
 """
@@ -55,9 +55,10 @@ _OUT = flags.DEFINE_string("out", "runs/bench_decode", "Folder for the results."
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One decoder's step. seconds, roofline_seconds: of one step for all branches; bytes, flops: what it must move and
-    compute; reached: roofline_seconds / seconds."""
+    """One decoder's step by one clock ("cpu" or "wall"). seconds, roofline_seconds: of one step for all branches;
+    bytes, flops: what it must move and compute; reached: roofline_seconds / seconds."""
 
+    clock: str
     decoder: str
     seconds: float
     roofline_seconds: float
@@ -206,57 +207,68 @@ def warm_up(decoders: dict[str, Callable], steps: int) -> None:
             raise AssertionError("the decoders do not agree; their times would mean nothing")
 
 
-def measure(decoders: dict[str, Callable], steps: int, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
-    """(seconds of a step by decoder, rates by probe), everything in turn, the fastest of the repeats."""
-    clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
-
-    def timed(f, *args) -> float:
-        start = clock()
-        f(*args)
-        return clock() - start
-
+def measure(
+    decoders: dict[str, Callable], steps: int, repeats: int
+) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
+    """clock -> (seconds of a step by decoder, rates by probe), everything in turn, the fastest of the repeats."""
+    clocks = {"cpu": time.process_time} if jax.default_backend() == "cpu" else {}
+    clocks["wall"] = time.perf_counter
     probes = make_probes()
     warm_up(decoders, min(2, steps))
     for f, _ in probes.values():
         f()
-    # decode(0) costs what a call costs besides its steps: copying caches into the loop, mostly.
-    times: dict[str, list[float]] = {name: [] for name in [*decoders, *(f"{n} idle" for n in decoders), *probes]}
+    best: dict[tuple[str, str], float] = {}
+
+    def timed(name: str, f: Callable, *args) -> None:
+        start = {clock: now() for clock, now in clocks.items()}
+        f(*args)
+        for clock, now in clocks.items():
+            best[clock, name] = min(now() - start[clock], best.get((clock, name), np.inf))
+
     for _ in range(repeats):
         for name, decode in decoders.items():
-            times[f"{name} idle"].append(timed(decode, 0))
-            times[name].append(timed(decode, steps))
-            for probe, (f, _) in probes.items():
-                times[probe] += [timed(f) for _ in range(3)]
-    best = {name: min(values) for name, values in times.items()}
-    seconds = {name: (best[name] - best[f"{name} idle"]) / steps for name in decoders}
-    return seconds, {name: amount / best[name] for name, (_, amount) in probes.items()}
+            # What a call costs besides its steps: copying caches into the loop, mostly.
+            timed(f"{name} idle", decode, 0)
+            timed(name, decode, steps)
+            for _ in range(3):
+                for probe, (f, _) in probes.items():
+                    timed(probe, f)
+    return {
+        clock: (
+            {name: (best[clock, name] - best[clock, f"{name} idle"]) / steps for name in decoders},
+            {probe: amount / best[clock, probe] for probe, (_, amount) in probes.items()},
+        )
+        for clock in clocks
+    }
 
 
-def make_rows(seconds: dict[str, float], rates: dict[str, float], moved: dict[str, float], flops: float) -> list[Row]:
+def make_rows(
+    clock: str, seconds: dict[str, float], rates: dict[str, float], moved: dict[str, float], flops: float
+) -> list[Row]:
     rows = []
     for name, time_ in seconds.items():
         size = moved["shared" if name == "shared" else "copied"]
         roofline = max(size / rates["bandwidth"], flops / rates["matmul"])
-        rows.append(Row(name, time_, roofline, roofline / time_, size, flops))
+        rows.append(Row(clock, name, time_, roofline, roofline / time_, size, flops))
     return rows
 
 
 def table(rows: list[Row], rates: dict[str, float]) -> tuple[str, dict[str, float]]:
-    """The text, and its last line as numbers: speed-up measured and by roofline, and their ratio."""
-    lines = [f"{'decoder':>8} {'MB':>9} {'GFLOP':>7} {'step ms':>9} {'roofline ms':>11} {'reached':>8}"]
+    """The text for one clock, and its last line as numbers: speed-up measured and by roofline, and their ratio."""
+    unit = f"{rows[0].clock} ms"
+    lines = [f"{'decoder':>8} {'MB':>9} {'GFLOP':>7} {unit + '/step':>12} {'roofline':>9} {'reached':>8}"]
     for r in rows:
         lines.append(
-            f"{r.decoder:>8} {r.bytes / 1e6:>9.1f} {r.flops / 1e9:>7.2f} {r.seconds * 1e3:>9.2f}"
-            f" {r.roofline_seconds * 1e3:>11.2f} {r.reached:>8.2f}"
+            f"{r.decoder:>8} {r.bytes / 1e6:>9.1f} {r.flops / 1e9:>7.2f} {r.seconds * 1e3:>12.2f}"
+            f" {r.roofline_seconds * 1e3:>9.2f} {r.reached:>8.2f}"
         )
     shared, baseline = rows[0], min(rows[1:], key=lambda r: r.seconds)
     measured = baseline.seconds / shared.seconds
     possible = baseline.roofline_seconds / shared.roofline_seconds
     result = {"speed_up": measured, "roofline_speed_up": possible, "reached": measured / possible}
-    lines.append(f"{rates['bandwidth'] / 1e9:.1f} GB/s, {rates['matmul'] / 1e9:.1f} GFLOP/s")
     lines.append(
-        f"shared over {baseline.decoder}: {measured:.2f} times faster, roofline {possible:.2f}, reached"
-        f" {measured / possible:.2f} (at least 0.70 required)"
+        f"{rates['bandwidth'] / 1e9:.1f} GB/s, {rates['matmul'] / 1e9:.1f} GFLOP/s; shared over {baseline.decoder}:"
+        f" {measured:.2f} times faster, roofline {possible:.2f}, reached {measured / possible:.2f} (0.70 required)"
     )
     return "\n".join(lines), result
 
@@ -271,11 +283,12 @@ def save(out: pathlib.Path, rows: list[Row], text: str, setting: dict) -> None:
         writer.writeheader()
         writer.writerows(records)
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
+    first = [r for r in rows if r.clock == rows[0].clock]
     for axis, values, title in (
-        (axes[0], [r.seconds * 1e3 for r in rows], "ms a step (measured)"),
-        (axes[1], [r.roofline_seconds * 1e3 for r in rows], "ms a step (roofline)"),
+        (axes[0], [r.seconds * 1e3 for r in first], f"{first[0].clock} ms a step (measured)"),
+        (axes[1], [r.roofline_seconds * 1e3 for r in first], f"{first[0].clock} ms a step (roofline)"),
     ):
-        axis.bar([r.decoder for r in rows], values, color=["C0", "0.6", "0.75"])
+        axis.bar([r.decoder for r in first], values, color=["C0", "0.6", "0.75"])
         axis.bar_label(axis.containers[0], fmt="%.3g")
         axis.set_title(title)
     figure.suptitle(f"P {setting['P']}, R {setting['R']}, G {setting['G']}")
@@ -295,16 +308,21 @@ def main(argv: list[str]) -> None:
         max_position_embeddings=prompt + steps,
     )
     params = models.init_params(model, jax.random.key(0))
-    seconds, rates = measure(make_decoders(model, params, prompt, branches, steps), steps, _REPEATS.value)
     moved = {
         kind: step_bytes(model, params, prompt, branches, steps, kind == "copied") for kind in ("shared", "copied")
     }
-    rows = make_rows(seconds, rates, moved, step_flops(model, prompt, branches, steps))
-    text, result = table(rows, rates)
-    print(text)
+    flops = step_flops(model, prompt, branches, steps)
     setting = {name: flags.FLAGS[name].value for name in ("P", "R", "G", "repeats", "blocks", "d", "ffn", "vocab")}
     setting |= {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "python": platform.python_version()}
-    save(pathlib.Path(_OUT.value), rows, text, setting | rates | result)
+    rows: list[Row] = []
+    texts: list[str] = []
+    decoders = make_decoders(model, params, prompt, branches, steps)
+    for clock, (seconds, rates) in measure(decoders, steps, _REPEATS.value).items():
+        own = make_rows(clock, seconds, rates, moved, flops)
+        text, result = table(own, rates)
+        rows, texts, setting = rows + own, [*texts, text], setting | {clock: rates | result}
+    print("\n\n".join(texts))
+    save(pathlib.Path(_OUT.value), rows, "\n\n".join(texts), setting)
     print(f"written to {_OUT.value}")
 
 
