@@ -67,7 +67,7 @@ def test_mistakes_are_named(given, message):
         ("rl.optimizer.clip_norm", None, None),
         ("rl.optimizer.clip_norm", 1, 1.0),
         ("rl.temperature", 1, 1.0),
-        ("warm_start.prompt_lengths", [64, 128], (64, 128)),
+        ("warm_start.stages", [], ()),
         ("model.path", "somewhere", "somewhere"),
         ("rl.objective.kl", "k1", "k1"),
     ],

@@ -1,5 +1,6 @@
 """The prefix state: append-only K/V of every attention block, for the tokens that a group's branches share."""
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
@@ -59,3 +60,8 @@ def read_state(state: PrefixState, run: str, layer: Array | int, at: Array, coun
         return block.swapaxes(0, 1)
 
     return get(state.k[run]), get(state.v[run])
+
+
+def read_positions(state: PrefixState, at: Array, count: int) -> PrefixState:
+    """Keys and values of all blocks at `count` token positions from `at`."""
+    return jax.tree.map(lambda buffer: lax.dynamic_slice_in_dim(buffer, at, count, 2), state)

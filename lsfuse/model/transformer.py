@@ -136,13 +136,13 @@ def run_blocks_backward(
     dstate: PrefixState | None,
     upto: int | None = None,
     own_at: Array | None = None,
-    down_at: Array | None = None,
+    dkv: PrefixState | None = None,
     kept_at: Array | None = None,
 ) -> tuple[Array, Params, PrefixState | None]:
     """Backward of `run_blocks` from what it kept ("x" and a policy's names).
 
     dstate: cotangents of the differentiable positions of the prefix, added to in place; None if there are none.
-    down_at: where in `dstate` the cotangents of these tokens' own keys and values stand (prefix chunks).
+    dkv: cotangents that later tokens have left for these tokens' own keys and values (prefix chunks).
     kept_at: index into a leading axis of everything in `kept` (one entry a chunk), which is thus read a block at a
         time and never copied out; None where there is no such axis.
 
@@ -154,17 +154,11 @@ def run_blocks_backward(
         def body(carry, layer, run=run, block=block):
             dx, run_grads, dprefix = carry
             saved = {name: _read_block(buffer, layer, kept_at) for name, buffer in kept[run].items()}
-            dkv = None
+            own = None
             if block.has_attention and own_at is not None:
-                count_own = dx.shape[1]
-                saved = {
-                    **saved,
-                    **dict(zip("kv", read_state(context.state, run, layer, own_at, count_own), strict=True)),
-                }
-                if dprefix is not None and down_at is not None:
-                    own = PrefixState({run: dprefix[0]}, {run: dprefix[1]})
-                    # Read before the buffers are added to, or XLA would copy them.
-                    dkv, dprefix = lax.optimization_barrier((read_state(own, run, layer, down_at, count_own), dprefix))
+                k, v = read_state(context.state, run, layer, own_at, dx.shape[1])
+                saved = {**saved, "k": k, "v": v}
+                own = None if dkv is None else read_state(dkv, run, layer, jnp.int32(0), dx.shape[1])
             dx, dp, dprefix = block_backward(
                 config,
                 block,
@@ -174,7 +168,7 @@ def run_blocks_backward(
                 tokens,
                 context.prefix(run, layer),
                 dprefix,
-                dkv,
+                own,
             )
             return (dx, add_block_grads(run_grads, layer, dp), dprefix), None
 

@@ -12,7 +12,7 @@ from jax import lax
 from lsfuse.model.blocks import keys_values_backward, saved_names
 from lsfuse.model.config import ModelConfig, locate_block
 from lsfuse.model.layers import KEYS_VALUES, keys_values, subset
-from lsfuse.model.state import PrefixState, init_state, read_state, write_state
+from lsfuse.model.state import PrefixState, init_state, read_positions, read_state, write_state
 from lsfuse.model.transformer import (
     Context,
     add_block_grads,
@@ -148,8 +148,10 @@ def prefix_backward(
             x, saved = run_blocks(params, config, x, tokens, context, kept_names(policy), upto=last, own_at=at)
         else:
             x, saved = lax.dynamic_index_in_dim(kept.last, i, 0, keepdims=False), kept.blocks
+        # Read before the loop over blocks, which depends on it: XLA then adds to the buffers without copying them.
+        dkv = read_positions(dstate, down_at, size)
         p = subset(block_params(params, str(run), layer), KEYS_VALUES)
-        dx, dp = keys_values_backward(config, p, x, tokens, read_state(dstate, str(run), layer, down_at, size))
+        dx, dp = keys_values_backward(config, p, x, tokens, read_state(dkv, str(run), layer, jnp.int32(0), size))
         runs = {**grads["runs"], str(run): add_block_grads(grads["runs"][str(run)], layer, dp)}
         dx, grads, dstate = run_blocks_backward(
             params,
@@ -162,7 +164,7 @@ def prefix_backward(
             dstate,
             upto=last,
             own_at=at,
-            down_at=down_at,
+            dkv=dkv,
             kept_at=None if kept is None else i,
         )
         return dstate, embed_backward(grads, ids, valid, dx[0])
