@@ -123,6 +123,8 @@ class Gsm8kTask:
             # A token is a byte or more; the 16 are for tokens that join differently at the seams.
             length = shared + len(question.encode()) + 16
             if length > limit:
+                length = shared + len(self.tokenizer.encode(question)) + 16
+            if length > limit:
                 length = len(self.tokenizer.encode(self.prompt(question)))
             if length <= limit:
                 kept.append(problem)
