@@ -6,7 +6,7 @@
 CHECKPOINT is a folder in Hugging Face layout (config.json, model.safetensors, tokenizer.json); without it the hub's id
 is used, which needs the extra [hf] and a network. The two files are those that GSM8K's authors publish.
 
-All prompts share about 1,060 tokens of solved problems. The reward is graded (answer, format, nearness): a model of
+All prompts share about 1,090 tokens of solved problems. The reward is graded (answer, format, nearness): a model of
 this size is seldom right, and a group without spread in its rewards has no gradient.
 """
 
