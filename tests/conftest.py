@@ -58,3 +58,26 @@ def few_compiled_programs():
         return
     if maps > 20_000:
         jax.clear_caches()
+
+
+def pytest_sessionfinish(session):
+    """A worker of pytest-xdist hands its worst errors to the one that reports."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["worst"] = _worst()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    for name, error in getattr(node, "workeroutput", {}).get("worst", {}).items():
+        _worst()[name] = max(_worst().get(name, 0.0), error)
+
+
+def pytest_terminal_summary(terminalreporter):
+    for name, error in sorted(_worst().items()):
+        terminalreporter.write_line(f"gradients against the dense oracle, worst leaf, {name}: {error:.1e}")
+
+
+def _worst() -> dict[str, float]:
+    import oracle
+
+    return oracle.WORST
