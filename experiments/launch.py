@@ -3,6 +3,10 @@
     python -m experiments.launch --config=configs/quickstart.py --workdir=runs/quickstart
     python -m experiments.launch --config=configs/x.py:argument --config.replay.prefix_grad=stop --workdir=… --resume
     python -m experiments.launch --config=configs/quickstart.py --dry_run
+    python -m experiments.launch --config=… --workdir=runs/lr --sweep=rl.temperature=0.7,1.0 --sweep=seed=0,1
+
+A sweep runs every combination in turn, each in a directory of its own inside --workdir; with --resume those that are
+finished are passed over.
 
 What a user can mend ends in one line on stderr and exit code 1 (2 for the command line itself); --traceback shows where
 it was raised. Anything else is a bug and keeps its trace.
@@ -20,6 +24,7 @@ from lsfuse import train
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file; `:argument` is passed to its get_config.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: empty or not there, unless --resume.")
 _RESUME = flags.DEFINE_bool("resume", False, "Continue the run in --workdir from its last checkpoint.")
+_SWEEP = flags.DEFINE_multi_string("sweep", [], "field=a,b,c; several are crossed. Run in turn.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print memory, FLOPs, positions and the resolved config; run nothing.")
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where a user's error was raised.")
 
@@ -46,10 +51,24 @@ def parse(argv: list[str]) -> None:
 
 
 def main() -> None:
+    if not _SWEEP.value:
+        one(_CONFIG.value, _WORKDIR.value)
+        return
+    runs = list(train.sweep(_CONFIG.value, train.parse_sweep(_SWEEP.value)))
+    for i, (name, config) in enumerate(runs):
+        workdir = None if _WORKDIR.value is None else pathlib.Path(_WORKDIR.value) / name
+        print(f"run {i + 1} of {len(runs)}: {name}", flush=True)
+        if workdir is not None and _RESUME.value and train.is_finished(workdir):
+            print("finished before")
+            continue
+        one(config, workdir)
+
+
+def one(config, workdir) -> None:
     if _DRY_RUN.value:
-        print(train.dry_run(_CONFIG.value))
+        print(train.dry_run(config))
     else:
-        train.run(_CONFIG.value, str(_WORKDIR.value), resume=_RESUME.value)
+        train.run(config, str(workdir), resume=_RESUME.value)
 
 
 def is_users(error: Exception) -> bool:

@@ -11,6 +11,7 @@ from lsfuse.train.optimizer import make_optimizer, make_schedule
 from lsfuse.train.rollout import evaluate, roll_out
 from lsfuse.train.schema import SCHEMA, default_config
 from lsfuse.train.step import make_update
+from lsfuse.train.sweep import is_finished, parse_sweep, sweep
 
 __all__ = [
     "SCHEMA",
@@ -19,13 +20,16 @@ __all__ = [
     "default_config",
     "dry_run",
     "evaluate",
+    "is_finished",
     "load_config",
     "make_optimizer",
     "make_schedule",
     "make_update",
+    "parse_sweep",
     "resolve_config",
     "roll_out",
     "run",
     "set_field",
     "set_up",
+    "sweep",
 ]

@@ -32,6 +32,8 @@ def summarize(records: Sequence[Mapping[str, Any]], best: Mapping[str, float] | 
             }
             if "reward" in last[0]:
                 summary[name]["reward"] = float(np.mean([r["reward"] for r in last]))
+            if "groups_with_spread" in last[0]:
+                summary[name]["groups_with_spread"] = float(np.mean([r["groups_with_spread"] for r in steps]))
     if evaluations := phases["eval"]:
         keep = [k for k in evaluations[0] if k not in ("phase", "step", "time/step")]
         summary["held_out"] = {
