@@ -26,6 +26,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: empty or 
 _RESUME = flags.DEFINE_bool("resume", False, "Continue the run in --workdir from its last checkpoint.")
 _SWEEP = flags.DEFINE_multi_string("sweep", [], "field=a,b,c; several are crossed. Run in turn.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print memory, FLOPs, positions and the resolved config; run nothing.")
+_PROFILE = flags.DEFINE_bool("profile", False, "Trace two RL steps into WORKDIR/profile; print the costliest ops.")
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where a user's error was raised.")
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -68,7 +69,7 @@ def one(config, workdir) -> None:
     if _DRY_RUN.value:
         print(train.dry_run(config))
     else:
-        train.run(config, str(workdir), resume=_RESUME.value)
+        train.run(config, str(workdir), resume=_RESUME.value, profile=_PROFILE.value)
 
 
 def is_users(error: Exception) -> bool:

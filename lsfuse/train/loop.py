@@ -29,6 +29,7 @@ from lsfuse.train.config import resolve_config
 from lsfuse.train.measure import compare
 from lsfuse.train.metadata import run_metadata, what_changed
 from lsfuse.train.phases import EVAL_STREAM, GroupRL, State, WarmStart, abstract_state, init_state
+from lsfuse.train.profile import Profiler
 from lsfuse.train.progress import Progress
 from lsfuse.train.report import format_summary, parameter_change, summarize, write_report
 from lsfuse.train.rollout import evaluate
@@ -109,6 +110,7 @@ def run(
     objective: replay.Objective | ObjectiveFn | None = None,
     resume: bool = False,
     progress: bool = True,
+    profile: bool = False,
 ) -> Result:
     """Trains as `config` says and leaves everything in `workdir`.
 
@@ -120,6 +122,7 @@ def run(
         reward_fn: (example, completion text) -> float, instead of the task's.
         objective: instead of the config's.
         progress: show a progress bar and print evaluations.
+        profile: trace two RL steps into workdir/profile and print the costliest operations.
 
     Raises:
         ValueError, FileExistsError, FileNotFoundError: anything wrong with what was given, before any work.
@@ -135,7 +138,7 @@ def run(
         with contextlib.ExitStack() as stack:
             metrics = stack.enter_context(files.JsonLines(workdir / "metrics.jsonl"))
             samples = stack.enter_context(files.JsonLines(workdir / "samples.jsonl"))
-            return _Run(setup, workdir, metrics, samples, progress).run()
+            return _Run(setup, workdir, metrics, samples, progress, profile).run()
 
 
 def _name(thing: Any) -> str:
@@ -158,7 +161,13 @@ class _Run:
     """One session of a run."""
 
     def __init__(
-        self, setup: Setup, workdir: pathlib.Path, metrics: files.JsonLines, samples: files.JsonLines, progress: bool
+        self,
+        setup: Setup,
+        workdir: pathlib.Path,
+        metrics: files.JsonLines,
+        samples: files.JsonLines,
+        progress: bool,
+        profile: bool,
     ):
         self.setup, self.workdir, self.metrics, self.samples = setup, workdir, metrics, samples
         self.config, self.model = setup.config, setup.model
@@ -166,6 +175,7 @@ class _Run:
         self.checkpoints = Checkpoints(workdir / "checkpoints", setup.saved, self.config.checkpoint.keep)
         self.start = Checkpoints(workdir / "start", setup.saved, 1)
         self.progress = Progress(progress)
+        self.profiler = Profiler(workdir / "profile") if profile else None
         self.warm_start, self.rl = setup.warm_start, setup.rl
         self.best: dict[str, float] | None = None
 
@@ -189,9 +199,14 @@ class _Run:
 
     def _phase(self, phase: WarmStart | GroupRL, state: State, done: int) -> None:
         every, evaluations = self.config.checkpoint.every, self.config.eval.every if phase.name == "rl" else 0
+        profiler = self.profiler if phase.name == "rl" else None
         with self.progress.phase(phase.name, done, phase.steps) as bar:
             for step in range(done, phase.steps):
+                if profiler is not None:
+                    profiler.before_step()
                 metrics = phase.step(state, step)
+                if profiler is not None and (text := profiler.after_step(step + 1 == phase.steps)):
+                    self.progress.line(text)
                 self.metrics.write({"phase": phase.name, "step": step, **metrics})
                 bar.update(metrics)
                 done, last = step + 1, step + 1 == phase.steps
