@@ -213,6 +213,8 @@ def _own(raw: Mapping[str, Any]) -> ModelConfig:
         fields["blocks"] = tuple(BlockConfig(**block) for block in fields["blocks"])
         fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"]) if fields.get("rope_scaling") else None
         fields["eos_token_ids"] = tuple(fields.get("eos_token_ids", ()))
+        fields["sources"] = tuple(tuple(s) for s in fields.get("sources", ()))
+        fields["transforms"] = tuple(fields.get("transforms", ()))
         return ModelConfig(**fields)
     except (TypeError, KeyError) as error:
         raise ValueError(f"model_type 'lsfuse' with fields that do not make a model: {error}") from None

@@ -69,7 +69,8 @@ class ModelConfig:
     """A decoder-only language model. Frozen and hashable, so that it can be a static argument of `jax.jit`.
 
     hidden_act is the activation of the gated FFN, down(act(gate(x)) * up(x)). The bias flags say which projections
-    have one (Qwen2: qkv). family is the Hugging Face `model_type` the model is exported as.
+    have one (Qwen2: qkv). family is the Hugging Face `model_type` the model is exported as. sources and transforms say
+    how a model came out of another (`lsfuse.fusion`): of which of its blocks each block is made, and what was done.
     """
 
     vocab_size: int
@@ -90,6 +91,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    sources: tuple[tuple[int, ...], ...] = ()
+    transforms: tuple[str, ...] = ()
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "num_heads", "head_dim", "max_position_embeddings"):
@@ -103,6 +106,8 @@ class ModelConfig:
             )
         if not self.blocks:
             raise ValueError("ModelConfig.blocks is empty; a model needs at least one block")
+        if self.sources and len(self.sources) != len(self.blocks):
+            raise ValueError(f"ModelConfig.sources names {len(self.sources)} blocks, the model has {len(self.blocks)}")
         for i, block in enumerate(self.blocks):
             if block.attention not in ATTENTION_KINDS:
                 raise ValueError(

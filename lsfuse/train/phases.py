@@ -109,24 +109,19 @@ class GroupRL:
                     'config.rl.old_logps is "sampler", but groups sampled elsewhere have none; use "score"'
                 )
             return
-        self.sample = rl.make_sampler(
-            model,
-            num_generations=fields.num_generations,
-            max_tokens=fields.max_response,
-            temperature=fields.temperature,
-            top_p=fields.top_p,
-            stop_ids=task.tokenizer.stop_ids,
-            chunk_size=config.replay.chunk_size,
-        )
-        self.eval_sample = rl.make_sampler(
-            model,
-            num_generations=config.eval.num_generations,
-            max_tokens=fields.max_response,
-            temperature=config.eval.temperature,
-            top_p=config.eval.top_p,
-            stop_ids=task.tokenizer.stop_ids,
-            chunk_size=config.replay.chunk_size,
-        )
+        samplers = {
+            how: rl.make_sampler(
+                model,
+                num_generations=how[0],
+                temperature=how[1],
+                top_p=how[2],
+                max_tokens=fields.max_response,
+                stop_ids=task.tokenizer.stop_ids,
+                chunk_size=config.replay.chunk_size,
+            )
+            for how in {_how(fields), _how(config.eval)}  # one program if training and evaluation sample alike
+        }
+        self.sample, self.eval_sample = samplers[_how(fields)], samplers[_how(config.eval)]
 
     def step(self, state: State, step: int) -> dict[str, float]:
         """Changes `state`; returns metrics."""
@@ -190,6 +185,10 @@ class GroupRL:
         if self.ref_params is not None and batch.ref_per_token_logps is None:
             batch = batch.replace(ref_per_token_logps=self.score(self.ref_params, batch)[0])
         return batch
+
+
+def _how(fields: ConfigDict) -> tuple[int, float, float]:
+    return fields.num_generations, fields.temperature, fields.top_p
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation, position: int) -> State:

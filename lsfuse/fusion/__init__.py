@@ -1,0 +1,47 @@
+"""FFN fusion: where FFNs are independent, transforms of weight trees, and what they cost.
+
+    texts = fusion.windows(text, tokenizer, 512)
+    scores = fusion.removal_scores(config, params, texts)           # which attentions matter least
+    surgery = fusion.chain(fusion.remove_attention(range(6, 10)), fusion.fuse_ffn([(6, 8)]))
+    child = surgery(config, params)
+    fusion.evaluate(child, texts, parent=(config, params))          # perplexity, KL, agreement
+"""
+
+from lsfuse.fusion.analysis import Dependency, cosine_distance, dependency, removal_scores
+from lsfuse.fusion.evaluate import evaluate
+from lsfuse.fusion.surgery import (
+    Transform,
+    block_sources,
+    chain,
+    fuse_ffn,
+    prune_ffn,
+    reduce_kv_heads,
+    remove_attention,
+    remove_blocks,
+    remove_ffn,
+    reverse,
+    wide_ffn,
+)
+from lsfuse.fusion.texts import Texts, from_lists, windows
+
+__all__ = [
+    "Dependency",
+    "Texts",
+    "Transform",
+    "block_sources",
+    "chain",
+    "cosine_distance",
+    "dependency",
+    "evaluate",
+    "from_lists",
+    "fuse_ffn",
+    "prune_ffn",
+    "reduce_kv_heads",
+    "remove_attention",
+    "remove_blocks",
+    "remove_ffn",
+    "removal_scores",
+    "reverse",
+    "wide_ffn",
+    "windows",
+]

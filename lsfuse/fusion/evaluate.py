@@ -1,0 +1,79 @@
+"""How far a model is from the one it was made of: perplexity, KL, agreement of the likeliest token."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+
+from lsfuse.fusion.forward import embed_texts, kl_divergence, over_chunks, run_from
+from lsfuse.fusion.texts import Texts
+from lsfuse.model.config import ModelConfig
+from lsfuse.types import Array, Params
+
+Model = tuple[ModelConfig, Params]
+
+
+def evaluate(
+    child: Model, texts: Texts, parent: Model | None = None, batch_size: int = 1, progress: bool = False
+) -> dict[str, float]:
+    """Means over the texts' tokens.
+
+    Args:
+        child, parent: (config, params); without parent only its own perplexity.
+        batch_size: texts at a time.
+
+    Returns:
+        "perplexity" over all tokens but each text's first; with a parent also "parent_perplexity", "kl" (nats a
+        token, KL(parent ‖ child), over all positions) and "top1" (share of positions with the same likeliest token).
+
+    Raises: ValueError if the two have unlike vocabularies, or no text has two tokens.
+    """
+    models = (child,) if parent is None else (child, parent)
+    if parent is not None and parent[0].vocab_size != child[0].vocab_size:
+        raise ValueError(
+            f"parent and child have vocabularies of {parent[0].vocab_size} and {child[0].vocab_size} tokens; their"
+            " distributions cannot be compared"
+        )
+    if texts.lengths.max() < 2:
+        raise ValueError("perplexity needs a text of at least two tokens")
+    configs, params = zip(*models, strict=True)
+    sums: dict[str, float] = {}
+    batches = list(texts.batches(batch_size))
+    for ids, lengths in tqdm.tqdm(batches, desc="evaluate", disable=None if progress else True, unit="batch"):
+        for name, value in _sums(configs, params, jnp.asarray(ids), jnp.asarray(lengths)).items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+    out = {"perplexity": float(np.exp(sums["nll0"] / sums["predictions"]))}
+    if parent is not None:
+        out["parent_perplexity"] = float(np.exp(sums["nll1"] / sums["predictions"]))
+        out |= {"kl": sums["kl"] / sums["positions"], "top1": sums["top1"] / sums["positions"]}
+    return out
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sums(configs: tuple[ModelConfig, ...], params: Any, ids: Array, lengths: Array) -> dict[str, Array]:
+    hidden = [final_hidden(p, c, ids, lengths) for c, p in zip(configs, params, strict=True)]
+    labels = jnp.roll(ids, -1, 1)
+
+    def measures(*args: Array):
+        *out, label = args
+        logps = [jax.nn.log_softmax(x) for x in out]
+        found = {f"nll{m}": -jnp.take_along_axis(x, label[:, None], 1)[:, 0] for m, x in enumerate(logps)}
+        if len(out) == 2:
+            found |= {"kl": kl_divergence(out[1], out[0]), "top1": (out[0].argmax(-1) == out[1].argmax(-1)) * 1.0}
+        return found
+
+    tokens = over_chunks(params, configs, hidden, measures, labels.reshape(-1))
+    positions = jnp.arange(ids.shape[1])
+    exists = (positions < lengths[:, None]).reshape(-1)
+    predicts = (positions < lengths[:, None] - 1).reshape(-1)
+    sums = {k: jnp.sum(jnp.where(predicts if k.startswith("nll") else exists, v, 0.0)) for k, v in tokens.items()}
+    return {**sums, "predictions": predicts.sum(), "positions": exists.sum()}
+
+
+def final_hidden(params: Params, config: ModelConfig, ids: Array, lengths: Array) -> Array:
+    """[B · T, D] after the last block."""
+    x = embed_texts(params, ids, lengths)
+    return run_from(params, config, x, lengths, 0)[0].reshape(-1, config.hidden_size)

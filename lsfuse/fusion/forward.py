@@ -1,0 +1,68 @@
+"""The forward pass as analysis needs it: every block's output, and restarts in the middle of the stack."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lsfuse.model.blocks import block_forward
+from lsfuse.model.config import ModelConfig
+from lsfuse.model.layers import rms_norm
+from lsfuse.model.transformer import block_params, embed, logits, make_tokens
+from lsfuse.types import Array, Params
+
+_CHUNK = 128  # tokens whose logits exist at a time
+
+
+def run_from(params: Params, config: ModelConfig, x: Array, lengths: Array, first: Array | int) -> tuple[Array, Array]:
+    """Runs blocks `first` … on x [B, T, D], with `first` as data.
+
+    Returns: (x after the last block, outputs of all blocks [L, B, T, D], 0 for those not run).
+    """
+    tokens = make_tokens(config, 0, x.shape[1], lengths, x.dtype)
+    outputs = jnp.zeros((config.num_blocks, *x.shape), x.dtype)
+    start = 0
+    for r, (block, count) in enumerate(config.runs):
+
+        def body(layer, carry, r=str(r), block=block, start=start):
+            x, outputs = carry
+            x, _ = block_forward(config, block, block_params(params, r, layer), x, tokens, None)
+            return x, lax.dynamic_update_index_in_dim(outputs, x, start + layer, 0)
+
+        x, outputs = lax.fori_loop(jnp.clip(first - start, 0, count), count, body, (x, outputs))
+        start += count
+    return x, outputs
+
+
+def embed_texts(params: Params, ids: Array, lengths: Array) -> Array:
+    """[B, T, D]."""
+    return embed(params, ids, jnp.arange(ids.shape[1]) < lengths[:, None])
+
+
+def over_chunks(params_list, config_list, hidden_list, fn, *more: Array):
+    """fn(logits of each model [C, V], rows of `more`) over tokens, `_CHUNK` of them at a time.
+
+    hidden_list: one [T, D] a model, after the last block. Returns fn's outputs, each [T, …].
+    """
+    count = hidden_list[0].shape[0]
+    size = min(_CHUNK, count)
+    pad = -count % size
+
+    def chunks(x):
+        return jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, size, *x.shape[1:])
+
+    def one(xs):
+        hidden, rest = xs
+        out = [
+            logits(p, c, rms_norm(h, p["norm"], c.rms_norm_eps))
+            for p, c, h in zip(params_list, config_list, hidden, strict=True)
+        ]
+        return fn(*out, *rest)
+
+    out = lax.map(one, (tuple(map(chunks, hidden_list)), tuple(map(chunks, more))))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], out)
+
+
+def kl_divergence(parent: Array, child: Array) -> Array:
+    """KL(parent ‖ child) of logits [..., V], in nats."""
+    p, q = jax.nn.log_softmax(parent), jax.nn.log_softmax(child)
+    return jnp.sum(jnp.exp(p) * (p - q), -1)
