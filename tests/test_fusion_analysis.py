@@ -68,6 +68,7 @@ def test_dependency_is_that_of_models_without_the_block(x64):
     assert not some.mean[[0, 2, 3]].any()
 
 
+@pytest.mark.slow
 def test_texts_alone_and_padded_in_one_batch(x64):
     """Weighted by their tokens, the matrices of texts alone are that of all together."""
     together = fusion.dependency(*model(), TEXTS, batch_size=3)
@@ -122,6 +123,7 @@ def test_distance_of_zero_vectors():
     assert fusion.cosine_distance(a.astype(jnp.bfloat16), a).dtype == jnp.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["attention", "ffn", "block"])
 def test_removal_scores(x64, part):
     remove = {"attention": fusion.remove_attention, "ffn": fusion.remove_ffn, "block": fusion.remove_blocks}[part]

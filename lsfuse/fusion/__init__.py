@@ -7,41 +7,61 @@
     fusion.evaluate(child, texts, parent=(config, params))          # perplexity, KL, agreement
 """
 
-from lsfuse.fusion.analysis import Dependency, cosine_distance, dependency, removal_scores
+from lsfuse.fusion.analysis import (
+    Dependency,
+    cosine_distance,
+    dependency,
+    ffn_importance,
+    removal_scores,
+    replacement_scores,
+)
 from lsfuse.fusion.evaluate import evaluate
+from lsfuse.fusion.planner import Choice, Infeasible, apply_plan, attention_free_runs, fusion_spans, solve
 from lsfuse.fusion.surgery import (
     Transform,
     block_sources,
     chain,
+    cut,
     fuse_ffn,
     prune_ffn,
     reduce_kv_heads,
     remove_attention,
     remove_blocks,
     remove_ffn,
+    replace_spans,
     reverse,
     wide_ffn,
 )
 from lsfuse.fusion.texts import Texts, from_lists, windows
 
 __all__ = [
+    "Choice",
     "Dependency",
+    "Infeasible",
     "Texts",
     "Transform",
+    "apply_plan",
+    "attention_free_runs",
     "block_sources",
     "chain",
     "cosine_distance",
+    "cut",
     "dependency",
     "evaluate",
+    "ffn_importance",
     "from_lists",
     "fuse_ffn",
+    "fusion_spans",
     "prune_ffn",
     "reduce_kv_heads",
     "remove_attention",
     "remove_blocks",
     "remove_ffn",
     "removal_scores",
+    "replace_spans",
+    "replacement_scores",
     "reverse",
+    "solve",
     "wide_ffn",
     "windows",
 ]

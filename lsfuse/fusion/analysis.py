@@ -7,7 +7,7 @@ attention-free stretch the analysis is run on the model whose attention is remov
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,17 @@ import numpy as np
 import tqdm
 
 from lsfuse.fusion.forward import embed_texts, kl_divergence, over_chunks, run_from
-from lsfuse.fusion.surgery import remove_attention, remove_ffn
+from lsfuse.fusion.surgery import Transform, check_spans, cut, remove_attention, remove_ffn
 from lsfuse.fusion.texts import Texts
+from lsfuse.model.blocks import block_forward
 from lsfuse.model.config import ModelConfig
+from lsfuse.model.layers import ffn_activation
 from lsfuse.model.params import unstack_blocks
+from lsfuse.model.transformer import block_params, make_tokens
 from lsfuse.types import Array, Params
 
 PARTS = ("attention", "ffn", "block")
+Replacement = tuple[int, int, Transform | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +132,44 @@ def _at(x: Array, i: Array) -> Array:
     return jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
 
 
+def replacement_scores(
+    config: ModelConfig,
+    params: Params,
+    texts: Texts,
+    replacements: Sequence[Replacement],
+    batch_size: int = 1,
+    progress: bool = False,
+    name: str = "replacements",
+) -> np.ndarray:
+    """KL(model ‖ model with one span replaced), nats a token, float64 [len(replacements)].
+
+    replacements: (first, last, transform): what the transform makes of the blocks first … last, inclusive, taken as a
+        model of their own (its block 0 is block `first`); None leaves them out.
+
+    Every pass restarts at the span's first block. Alike spans share a compiled program.
+    """
+    spans = [(first, last) for first, last, _ in replacements]
+    for span in spans:
+        check_spans("replacement_scores", [span], config)
+    parts = [
+        (None, {}) if transform is None else _anonymous(*transform(*cut(config, params, first, last)))
+        for first, last, transform in replacements
+    ]
+    total, tokens = np.zeros(len(replacements)), 0
+    passes = -(-len(texts) // batch_size) * len(replacements)
+    with tqdm.tqdm(total=passes, desc=name, disable=None if progress else True, unit="pass") as bar:
+        for ids, lengths in texts.batches(batch_size):
+            valid = (np.arange(ids.shape[1]) < lengths[:, None]).reshape(-1)
+            outputs = _outputs(config, params, jnp.asarray(ids), jnp.asarray(lengths))
+            tokens += int(valid.sum())
+            for n, ((first, last), (part, runs)) in enumerate(zip(spans, parts, strict=True)):
+                where = jnp.int32(first), jnp.int32(last + 1)
+                kl = _kl_replaced(config, part, params, runs, outputs, jnp.asarray(lengths), *where)
+                total[n] += np.asarray(kl, np.float64)[valid].sum()
+                bar.update()
+    return total / tokens
+
+
 def removal_scores(
     config: ModelConfig,
     params: Params,
@@ -138,51 +180,69 @@ def removal_scores(
 ) -> np.ndarray:
     """KL(model ‖ model without one block's part), nats a token, float64 [L]; NaN for blocks that do not have it.
 
-    part: "attention", "ffn" or "block". The pass restarts at the block, so that all scores cost about L / 2 passes.
+    part: "attention", "ffn" or "block".
     """
     if part not in PARTS:
         raise ValueError(f"removal_scores: part {part!r} is unknown; valid: {', '.join(PARTS)}")
-    total, tokens = np.zeros(config.num_blocks), 0
-    having = [
-        i
-        for i, b in enumerate(config.blocks)
-        if {"attention": b.has_attention, "ffn": b.has_ffn, "block": True}[part]
-    ]
-    # One block alone is a model of its own; alike blocks share its compiled program.
-    alone = {i: _part_removed(config, params, i, part) for i in having}
-    passes = -(-len(texts) // batch_size) * len(having)
-    with tqdm.tqdm(total=passes, desc=f"without {part}", disable=None if progress else True, unit="pass") as bar:
-        for ids, lengths in texts.batches(batch_size):
-            valid = (np.arange(ids.shape[1]) < lengths[:, None]).reshape(-1)
-            outputs = _outputs(config, params, jnp.asarray(ids), jnp.asarray(lengths))
-            tokens += int(valid.sum())
-            for i in having:
-                one, leaves = alone[i]
-                kl = _kl_without(config, one, params, leaves, outputs, jnp.asarray(lengths), jnp.int32(i))
-                total[i] += np.asarray(kl, np.float64)[valid].sum()
-                bar.update()
+    has = {"attention": lambda b: b.has_attention, "ffn": lambda b: b.has_ffn, "block": lambda b: True}[part]
+    remove = {"attention": remove_attention([0]), "ffn": remove_ffn([0]), "block": None}[part]
+    having = [i for i, b in enumerate(config.blocks) if has(b)]
     scores = np.full(config.num_blocks, np.nan)
-    scores[having] = total[having] / tokens
+    replacements = [(i, i, remove) for i in having]
+    scores[having] = replacement_scores(config, params, texts, replacements, batch_size, progress, f"without {part}")
     return scores
 
 
-def _part_removed(config: ModelConfig, params: Params, i: int, part: str):
-    """(config, params) of block i alone without `part`; None in place of a config for no block at all."""
-    if part == "block":
-        return None, {}
-    leaves = unstack_blocks(config, params)[i]
-    one = dataclasses.replace(config, blocks=(config.blocks[i],), sources=(), transforms=())
-    alone = {**{k: v for k, v in params.items() if k != "runs"}, "runs": {"0": {n: v[None] for n, v in leaves.items()}}}
-    one, alone = (remove_attention if part == "attention" else remove_ffn)([0])(one, alone)
-    return dataclasses.replace(one, sources=(), transforms=()), alone["runs"]
+def _anonymous(config: ModelConfig, params: Params):
+    """(config without history, so that alike parts are equal; the blocks' leaves)."""
+    return dataclasses.replace(config, sources=(), transforms=()), params["runs"]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _kl_without(config, one, params, leaves, outputs, lengths, i) -> Array:
-    """KL a token [B · T]."""
-    x = _at(outputs, i)
-    if one is not None:
-        x = run_from({"runs": leaves}, one, x, lengths, 0)[0]
-    x = run_from(params, config, x, lengths, i + 1)[0]
+def _kl_replaced(config, part, params, runs, outputs, lengths, first, after) -> Array:
+    """KL a token [B · T]: `part` in place of blocks first … after - 1."""
+    x = _at(outputs, first)
+    if part is not None:
+        x = run_from({"runs": runs}, part, x, lengths, 0)[0]
+    x = run_from(params, config, x, lengths, after)[0]
     flat = [y.reshape(-1, y.shape[-1]) for y in (outputs[-1], x)]
     return over_chunks((params, params), (config, config), flat, kl_divergence)
+
+
+def ffn_importance(
+    config: ModelConfig, params: Params, texts: Texts, batch_size: int = 1, progress: bool = False
+) -> list[np.ndarray | None]:
+    """What every FFN channel contributes: mean |activation| over tokens · ‖its row of down_proj‖₂, float64 [F] a block
+    (None without FFN). Source: Puzzle (arXiv 2411.19146), "channel contribution"."""
+    totals: list[np.ndarray | None] = [np.zeros(b.ffn_width) if b.has_ffn else None for b in config.blocks]
+    batches = list(texts.batches(batch_size))
+    for ids, lengths in tqdm.tqdm(batches, desc="importance", disable=None if progress else True, unit="batch"):
+        sums = _activation_sums(config, params, jnp.asarray(ids), jnp.asarray(lengths))
+        for total, new in zip(totals, (s for run in sums for s in run), strict=True):
+            if total is not None:
+                total += np.asarray(new, np.float64)
+    rows = [
+        None if t is None else np.linalg.norm(np.asarray(p["down_proj"]).astype(np.float64), axis=1)
+        for t, p in zip(totals, unstack_blocks(config, params), strict=True)
+    ]
+    return [None if t is None else t / texts.num_tokens * r for t, r in zip(totals, rows, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _activation_sums(config: ModelConfig, params: Params, ids: Array, lengths: Array) -> list[Array]:
+    """Σ |activation| over tokens, [blocks of a run, F] a run ([blocks, 0] without FFN)."""
+    tokens = make_tokens(config, 0, ids.shape[1], lengths, params["embed_tokens"].dtype)
+    valid = (jnp.arange(ids.shape[1]) < lengths[:, None])[..., None]
+    x, sums = embed_texts(params, ids, lengths), []
+    for r, (block, count) in enumerate(config.runs):
+
+        def body(x, layer, r=str(r), block=block):
+            x, saved = block_forward(config, block, block_params(params, r, layer), x, tokens, None)
+            if not block.has_ffn:
+                return x, jnp.zeros(0)
+            active = jnp.abs(ffn_activation(config, saved["gate"], saved["up"]).astype(jnp.float32))
+            return x, jnp.sum(jnp.where(valid, active, 0.0), (0, 1))
+
+        x, found = jax.lax.scan(body, x, jnp.arange(count))
+        sums.append(found)
+    return sums

@@ -252,6 +252,50 @@ def reverse(spans: Iterable[tuple[int, int]]) -> Transform:
     return apply
 
 
+def cut(config: ModelConfig, params: Params, first: int, last: int) -> tuple[ModelConfig, Params]:
+    """Blocks first … last, inclusive, as a model of their own, with the embedding and head of the whole."""
+    one = dataclasses.replace(config, blocks=config.blocks[first : last + 1], sources=(), transforms=())
+    return one, {**params, "runs": stack_blocks(one, unstack_blocks(config, params)[first : last + 1])}
+
+
+def replace_spans(replacements: Iterable[tuple[int, int, Transform | None]]) -> Transform:
+    """Every span (first, last), inclusive, becomes what its transform makes of it, taken as a model of its own (its
+    block 0 is block `first`); None removes it. Indices are those of the model before any replacement."""
+    given = [(int(a), int(b), t) for a, b, t in replacements]
+
+    def apply(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
+        check_spans("replace_spans", [(a, b) for a, b, _ in given], config)
+        sources, pieces, notes, at = block_sources(config), [], [], 0
+        for first, last, transform in sorted(given, key=lambda g: g[0]):
+            pieces.append((at, first - 1, None))
+            if transform is not None:
+                new, new_params = transform(*cut(config, params, first, last))
+                pieces.append((first, last, (new, unstack_blocks(new, new_params))))
+                notes += [f"{first}-{last}: {note}" for note in new.transforms]
+            else:
+                notes.append(f"{first}-{last}: removed")
+            at = last + 1
+        pieces.append((at, config.num_blocks - 1, None))
+        parts = unstack_blocks(config, params)
+        blocks: list[BlockConfig] = []
+        leaves: list[Leaves] = []
+        origin: list[tuple[int, ...]] = []
+        for first, last, made in pieces:
+            if made is None:
+                blocks += config.blocks[first : last + 1]
+                leaves += parts[first : last + 1]
+                origin += sources[first : last + 1]
+            else:
+                blocks += made[0].blocks
+                leaves += made[1]
+                origin += [tuple(s for i in of for s in sources[first + i]) for of in block_sources(made[0])]
+        if not blocks:
+            raise ValueError("replace_spans: no block would be left; a model needs at least one")
+        return _rebuild(config, params, blocks, leaves, origin, "; ".join(notes))
+
+    return apply
+
+
 # --- checks and rebuilding --------------------------------------------------------------------------------------------
 
 
@@ -317,9 +361,8 @@ def _each(name: str, chosen: tuple[int, ...], change) -> Transform:
 
 
 def _rebuild(config, params, blocks, leaves, sources, note: str) -> tuple[ModelConfig, Params]:
-    new = dataclasses.replace(
-        config, blocks=tuple(blocks), sources=tuple(sources), transforms=(*config.transforms, note)
-    )
+    notes = (*config.transforms, note) if note else config.transforms
+    new = dataclasses.replace(config, blocks=tuple(blocks), sources=tuple(sources), transforms=notes)
     params = {**params, "runs": stack_blocks(new, leaves)}
     check_params(new, params)
     return new, params

@@ -102,6 +102,11 @@ def ffn_in(config: ModelConfig, p: dict, x: Array) -> tuple[Array, Array]:
     return linear(h, p, "gate_proj"), linear(h, p, "up_proj")
 
 
+def ffn_activation(config: ModelConfig, gate: Array, up: Array) -> Array:
+    """act(gate) · up [B, T, F], what the down projection reads."""
+    return _ACT[config.hidden_act](gate) * up
+
+
 def ffn_out(config: ModelConfig, p: dict, gate: Array, up: Array) -> Array:
     """The FFN's contribution down(act(gate) · up) [B, T, D]."""
-    return linear(_ACT[config.hidden_act](gate) * up, p, "down_proj")
+    return linear(ffn_activation(config, gate, up), p, "down_proj")

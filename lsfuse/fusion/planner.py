@@ -1,0 +1,137 @@
+"""Which spans to fuse, and which choice to make for every block: the paper's rule, and Puzzle's search as a MILP."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from scipy import optimize, sparse
+
+from lsfuse.fusion.surgery import Transform, replace_spans
+from lsfuse.model.config import ModelConfig
+
+
+def fusion_spans(
+    config: ModelConfig,
+    dependency: np.ndarray | None = None,
+    threshold: float = 0.1,
+    max_width: int | None = None,
+    min_members: int = 2,
+) -> list[tuple[int, int]]:
+    """Spans (first, last), inclusive, by the rule of FFN Fusion (arXiv 2503.18908, sec. 3 and 5): runs of FFNs without
+    attention in between, the last FFN of each run left alone, split so that no wide FFN exceeds `max_width` channels.
+
+    dependency: [L, L]; then a span grows only while every pair in it stays at or below `threshold`.
+    """
+    spans = []
+    for first, last in attention_free_runs(config):
+        start = first
+        for i in range(first, last):  # the run's last FFN stays
+            grown = range(start, i + 1)
+            width = sum(config.blocks[j].ffn_width for j in grown)
+            dependent = dependency is not None and any(dependency[j, i] > threshold for j in grown if j < i)
+            if (max_width is not None and width > max_width) or dependent:
+                spans.append((start, i - 1))
+                start = i
+        spans.append((start, last - 1))
+    return [(a, b) for a, b in spans if b - a + 1 >= min_members]
+
+
+def attention_free_runs(config: ModelConfig) -> list[tuple[int, int]]:
+    """Longest stretches (first, last) of blocks with an FFN in which no block after the first has attention."""
+    runs: list[tuple[int, int]] = []
+    first = None
+    for i, block in enumerate(config.blocks):
+        joins = first is not None and block.has_ffn and not block.has_attention
+        if not joins:
+            if first is not None and i - 1 > first:
+                runs.append((first, i - 1))
+            first = i if block.has_ffn and not (block.has_attention and block.parallel) else None
+    if first is not None and config.num_blocks - 1 > first:
+        runs.append((first, config.num_blocks - 1))
+    return runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One way of having blocks first … last, inclusive.
+
+    score: what it costs in quality (KL; 0 for the blocks as they are), added over choices. costs: what it uses of each
+    limited resource. transform: of the blocks as a model of their own; None leaves them as they are.
+    """
+
+    first: int
+    last: int
+    name: str
+    score: float
+    costs: Mapping[str, float]
+    transform: Transform | None = None
+
+
+class Infeasible(ValueError):
+    """No plan keeps to the limits. limits: those of which each alone, given up, would let one."""
+
+    def __init__(self, message: str, limits: tuple[str, ...]):
+        super().__init__(message)
+        self.limits = limits
+
+
+def solve(choices: Sequence[Choice], num_blocks: int, limits: Mapping[str, float]) -> list[Choice]:
+    """The choices of least total score that cover every block once and keep to the limits, in order of blocks.
+
+    Source: Puzzle (arXiv 2411.19146), sec. 4.2: a mixed-integer program, here with choices that span several blocks.
+
+    Raises:
+        ValueError: a block without choice, scores that are not finite, a limit that no choice has a cost for.
+        Infeasible: says which limits bind.
+    """
+    for choice in choices:
+        if not (0 <= choice.first <= choice.last < num_blocks) or not np.isfinite(choice.score):
+            span = f"{choice.first}-{choice.last}, score {choice.score}"
+            raise ValueError(f"choice {choice.name!r} ({span}) is not valid in a model of {num_blocks} blocks")
+        if missing := [name for name in limits if name not in choice.costs]:
+            raise ValueError(f"choice {choice.name!r} says nothing of {missing[0]!r}, which is limited")
+    covered = {i for c in choices for i in range(c.first, c.last + 1)}
+    if lacking := sorted(set(range(num_blocks)) - covered):
+        raise ValueError(f"block {lacking[0]} has no choice at all")
+    found = _milp(choices, num_blocks, limits)
+    if found is not None:
+        return sorted((choices[i] for i in found), key=lambda c: c.first)
+    binding = tuple(n for n in limits if _milp(choices, num_blocks, {k: v for k, v in limits.items() if k != n}))
+    least = {name: _least(choices, num_blocks, name) for name in limits}
+    alone = [n for n in limits if least[n] > limits[n]]
+    said = "; ".join(f"{n} is limited to {limits[n]:g}, the least possible is {least[n]:g}" for n in limits)
+    which = (
+        f"{', '.join(alone)} cannot be met even alone"
+        if alone
+        else f"giving up {' or '.join(binding)} would let one"
+        if binding
+        else "the limits can be met one by one, but not together"
+    )
+    raise Infeasible(f"no plan keeps to the limits: {which} ({said})", tuple(alone) or binding or tuple(limits))
+
+
+def _milp(choices: Sequence[Choice], num_blocks: int, limits: Mapping[str, float], score=None) -> list[int] | None:
+    """Indices of the chosen; None if there are none."""
+    rows = [i for c in choices for i in range(c.first, c.last + 1)]
+    columns = [n for n, c in enumerate(choices) for _ in range(c.first, c.last + 1)]
+    cover = sparse.csr_array((np.ones(len(rows)), (rows, columns)), shape=(num_blocks, len(choices)))
+    constraints = [optimize.LinearConstraint(cover, 1, 1)]
+    for name, limit in limits.items():
+        # In units of the limit: parameters and bytes are many orders of magnitude from KL.
+        unit = abs(limit) or 1.0
+        costs = np.array([c.costs[name] for c in choices]) / unit
+        constraints.append(optimize.LinearConstraint(costs[None], -np.inf, limit / unit + 1e-9))
+    objective = np.array([c.score for c in choices] if score is None else score, float)
+    result = optimize.milp(objective, constraints=constraints, integrality=np.ones(len(choices)), bounds=(0, 1))
+    return None if result.x is None else [int(i) for i in np.flatnonzero(result.x > 0.5)]
+
+
+def _least(choices: Sequence[Choice], num_blocks: int, name: str) -> float:
+    chosen = _milp(choices, num_blocks, {}, [c.costs[name] for c in choices])
+    assert chosen is not None
+    return float(sum(choices[i].costs[name] for i in chosen))
+
+
+def apply_plan(plan: Sequence[Choice]) -> Transform:
+    """The transform that makes every choice of a plan."""
+    return replace_spans([(c.first, c.last, c.transform) for c in plan if c.transform is not None])

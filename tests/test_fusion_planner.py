@@ -1,0 +1,142 @@
+"""Spans by rule, and plans by MILP against every plan there is."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import random_params, tiny
+from test_fusion_analysis import CONFIG, TEXTS, model
+
+from lsfuse import fusion
+from lsfuse.model import BlockConfig, forward, unstack_blocks
+from lsfuse.model.layers import FFN_IN, ffn_activation, ffn_in, subset
+
+FULL, FFN, NONE = BlockConfig("full", 2, 24), BlockConfig("none", 1, 8), BlockConfig("none", 1, 0)
+
+
+def test_runs_and_spans_by_rule():
+    """The last FFN of a run stays; a first block may have attention; a block without FFN ends a run."""
+    config = tiny(blocks=(FULL, FULL, FFN, FFN, FFN, FULL, NONE, FFN, FFN, FFN, FFN, FFN))
+    assert fusion.attention_free_runs(config) == [(1, 4), (7, 11)]
+    assert fusion.fusion_spans(config) == [(1, 3), (7, 10)]
+    assert fusion.fusion_spans(config, max_width=24) == [(2, 3), (7, 9)]
+    assert fusion.fusion_spans(config, max_width=16) == [(2, 3), (7, 8), (9, 10)]
+    m = np.zeros((12, 12))
+    m[7, 9] = 0.3
+    assert fusion.fusion_spans(config, m) == [(1, 3), (7, 8), (9, 10)]
+    assert fusion.fusion_spans(config, m, threshold=0.5) == [(1, 3), (7, 10)]
+    assert fusion.fusion_spans(tiny(blocks=(FULL, FULL))) == []
+
+
+def all_plans(choices, num_blocks, at=0):
+    """Every way of covering the blocks from `at` on."""
+    if at == num_blocks:
+        yield ()
+    for c in choices:
+        if c.first == at:
+            yield from ((c, *rest) for rest in all_plans(choices, num_blocks, c.last + 1))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_of_all_plans(seed):
+    rng = np.random.default_rng(seed)
+
+    def costs():
+        return {"bytes": float(rng.integers(1, 9)) * 1e9, "depth": 1.0}
+
+    choices = [
+        fusion.Choice(i, i + n, f"{i}+{n}.{k}", float(rng.random()), costs())
+        for i, n, k in itertools.product(range(6), range(3), range(2))
+        if i + n < 6
+    ]
+    plans = list(all_plans(choices, 6))
+    total = lambda plan, name: sum(c.costs[name] for c in plan)  # noqa: E731
+    for limits in ({}, {"bytes": 12e9}, {"bytes": 20e9, "depth": 4}, {"depth": 2}):
+        fitting = [p for p in plans if all(total(p, n) <= limit for n, limit in limits.items())]
+        got = fusion.solve(choices, 6, limits)
+        assert tuple(got) in fitting
+        np.testing.assert_allclose(sum(c.score for c in got), min(sum(c.score for c in p) for p in fitting))
+
+
+def test_what_binds_is_said():
+    def choice(i, name, cost):
+        return fusion.Choice(i, i, name, 0.0, cost)
+
+    kinds = {"a": {"bytes": 4, "ms": 1}, "b": {"bytes": 1, "ms": 4}}
+    choices = [choice(i, name, cost) for i in range(2) for name, cost in kinds.items()]
+    assert [c.name for c in fusion.solve(choices, 2, {"bytes": 5, "ms": 5})] in (["a", "b"], ["b", "a"])
+    for limits, binding, message in (
+        ({"bytes": 1, "ms": 9}, ("bytes",), "bytes cannot be met even alone.*limited to 1, the least possible is 2"),
+        ({"bytes": 4, "ms": 4}, ("bytes", "ms"), "giving up bytes or ms would let one"),
+    ):
+        with pytest.raises(fusion.Infeasible, match=message) as error:
+            fusion.solve(choices, 2, limits)
+        assert error.value.limits == binding
+    for bad, message in (
+        (choices[:2], "block 1 has no choice"),
+        ([*choices, fusion.Choice(1, 2, "x", 0.0, {"bytes": 1, "ms": 1})], "'x' .1-2"),
+        ([*choices, fusion.Choice(1, 1, "x", float("nan"), {"bytes": 1, "ms": 1})], "score nan"),
+        ([*choices, fusion.Choice(1, 1, "x", 0.0, {"bytes": 1})], "says nothing of 'ms'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fusion.solve(bad, 2, {"bytes": 9, "ms": 9})
+
+
+def test_a_plan_is_the_chain_of_its_choices(x64):
+    whole = model()
+    free = fusion.remove_attention([0])
+    plan = [
+        fusion.Choice(0, 0, "keep", 0.0, {}),
+        fusion.Choice(1, 2, "fuse", 0.1, {}, fusion.fuse_ffn([(0, 1)])),
+        fusion.Choice(3, 3, "no attention", 0.2, {}, free),
+    ]
+    config, params = fusion.apply_plan(plan)(*whole)
+    want = fusion.chain(fusion.remove_attention([3]), fusion.fuse_ffn([(1, 2)]))(*whole)
+    assert config.blocks == want[0].blocks and config.sources == ((0,), (1, 2), (3,))
+    jax.tree.map(np.testing.assert_array_equal, params, want[1])
+    assert config.transforms == ("1-2: fuse_ffn(0-1; norm=fold); 3-3: remove_attention on 0",)
+    gone = fusion.replace_spans([(1, 2, None)])(*whole)
+    np.testing.assert_array_equal(gone[1]["runs"]["0"]["q_proj"][1], whole[1]["runs"]["2"]["q_proj"][0])
+
+
+def test_scores_of_spans(x64):
+    """KL of a fused span, restarted at its first block, is that of the whole fused model."""
+    whole = model()
+    span = (1, 2, fusion.fuse_ffn([(0, 1)]))
+    scores = fusion.replacement_scores(*whole, TEXTS, [span, (1, 2, None), (0, 0, fusion.remove_attention([0]))])
+    for got, transform in zip(
+        scores, (fusion.fuse_ffn([(1, 2)]), fusion.remove_blocks([1, 2]), fusion.remove_attention([0])), strict=True
+    ):
+        np.testing.assert_allclose(got, fusion.evaluate(transform(*whole), TEXTS, parent=whole)["kl"], rtol=1e-9)
+
+
+def test_channel_importance(x64):
+    """mean |act(gate) · up| over real tokens, times the norm of the channel's row."""
+    config, params = whole = model(tiny(blocks=(FFN, FULL, NONE)))
+    got = fusion.ffn_importance(*whole, TEXTS, batch_size=2)
+    assert got[2] is None and [len(g) for g in got[:2]] == [8, 24]
+    leaves = unstack_blocks(config, params)[0]
+    active = []
+    for ids, n in zip(TEXTS.ids, TEXTS.lengths, strict=True):
+        x = jnp.asarray(params["embed_tokens"])[ids[None, :n]]
+        active.append(np.abs(ffn_activation(config, *ffn_in(config, subset(leaves, FFN_IN), x)))[0])
+    want = np.concatenate(active).mean(0) * np.linalg.norm(leaves["down_proj"], axis=1)
+    np.testing.assert_allclose(got[0], want, rtol=1e-6)
+    half = fusion.prune_ffn(0.5, got)(config, params)
+    assert [b.ffn_width for b in half[0].blocks[:2]] == [4, 12]
+    assert np.isfinite(forward(half[1], half[0], jnp.asarray(TEXTS.ids))).all()
+
+
+def test_config_with_a_history_is_hashable_and_loads_again(tmp_path):
+    from lsfuse import io
+
+    config = CONFIG
+    params = random_params(config, dtype=np.float32)
+    child = fusion.fuse_ffn([(1, 2)])(config, params)
+    assert hash(child[0]) != hash(config)
+    io.save_hf(tmp_path / "model", *child)
+    loaded = io.load_hf(tmp_path / "model")
+    assert loaded[0] == child[0]
+    jax.tree.map(np.testing.assert_array_equal, loaded[1], child[1])
