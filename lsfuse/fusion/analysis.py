@@ -221,11 +221,14 @@ def ffn_importance(
         for total, new in zip(totals, (s for run in sums for s in run), strict=True):
             if total is not None:
                 total += np.asarray(new, np.float64)
-    rows = [
-        None if t is None else np.linalg.norm(np.asarray(p["down_proj"]).astype(np.float64), axis=1)
-        for t, p in zip(totals, unstack_blocks(config, params), strict=True)
-    ]
-    return [None if t is None else t / texts.num_tokens * r for t, r in zip(totals, rows, strict=True)]
+
+    def weighed(total: np.ndarray | None, leaves: dict[str, Array]) -> np.ndarray | None:
+        if total is None:
+            return None
+        rows = np.linalg.norm(np.asarray(leaves["down_proj"]).astype(np.float64), axis=1)
+        return total / texts.num_tokens * rows
+
+    return [weighed(t, p) for t, p in zip(totals, unstack_blocks(config, params), strict=True)]
 
 
 @functools.partial(jax.jit, static_argnums=0)

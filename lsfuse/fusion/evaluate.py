@@ -60,7 +60,9 @@ def _sums(configs: tuple[ModelConfig, ...], params: Any, ids: Array, lengths: Ar
     def measures(*args: Array):
         *out, label = args
         logps = [jax.nn.log_softmax(x) for x in out]
-        found = {f"nll{m}": -jnp.take_along_axis(x, label[:, None], 1)[:, 0] for m, x in enumerate(logps)}
+        found: dict[str, Array] = {}
+        for m, x in enumerate(logps):
+            found[f"nll{m}"] = -jnp.take_along_axis(x, label[:, None], 1)[:, 0]
         if len(out) == 2:
             found |= {"kl": kl_divergence(out[1], out[0]), "top1": (out[0].argmax(-1) == out[1].argmax(-1)) * 1.0}
         return found

@@ -222,7 +222,7 @@ def wide_ffn(members: Sequence[Leaves], norm: str = "fold") -> Leaves:
             joined[name] = jnp.concatenate([m[name] for m in kernels], -1)
     joined["down_proj"] = jnp.concatenate([m["down_proj"] for m in kernels], 0)
     if "down_proj_bias" in kernels[0]:
-        total = sum(_wide(m["down_proj_bias"]) for m in kernels)
+        total = jnp.stack([_wide(m["down_proj_bias"]) for m in kernels]).sum(0)
         joined["down_proj_bias"] = total.astype(kernels[0]["down_proj_bias"].dtype)
     return joined
 
@@ -265,7 +265,8 @@ def replace_spans(replacements: Iterable[tuple[int, int, Transform | None]]) -> 
 
     def apply(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
         check_spans("replace_spans", [(a, b) for a, b, _ in given], config)
-        sources, pieces, notes, at = block_sources(config), [], [], 0
+        sources, notes, at = block_sources(config), [], 0
+        pieces: list[tuple[int, int, tuple[ModelConfig, list[Leaves]] | None]] = []
         for first, last, transform in sorted(given, key=lambda g: g[0]):
             pieces.append((at, first - 1, None))
             if transform is not None:
