@@ -77,3 +77,24 @@ def test_weight_decay_spares_norms_and_biases():
 def test_not_finite_is_named():
     with pytest.raises(FloatingPointError, match="RL step 3: grad_norm is nan.*last checkpoint is from before"):
         to_host({"loss": jnp.float32(1), "grad_norm": jnp.float32(jnp.nan)}, "RL step 3")
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "lion", "adafactor", "sgd"])
+def test_only_what_is_trainable_moves(name):
+    """Other leaves keep every bit and have no optimizer state, weight decay or not."""
+    optimizer = make_optimizer(optimizer_fields(name=name, trainable="[qv]_proj$", weight_decay=0.1), 5)
+    params = jax.tree.map(jnp.asarray, helpers.random_params(MODEL, dtype=np.float32))
+    state = optimizer.init(params)
+    moments = sum(x.size for x in jax.tree.leaves(state))
+    assert moments <= 2 * sum(params["runs"]["0"][n].size for n in ("q_proj", "v_proj")) + 20
+    updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
+    moved = {path[-1].key for path, u in jax.tree_util.tree_leaves_with_path(updates) if np.any(np.asarray(u))}
+    assert moved == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize(
+    "pattern, message", [("lora", "'lora' is found in no parameter; they are embed_tokens"), ("(", "no.* regular expr")]
+)
+def test_a_pattern_that_trains_nothing_raises_before_any_work(pattern, message):
+    with pytest.raises(ValueError, match=message.replace("no.* regular expr", "is not a regular expression")):
+        train.set_up({"rl": {"optimizer": {"trainable": pattern}}})

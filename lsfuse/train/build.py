@@ -14,6 +14,7 @@ from lsfuse import data, io, rl
 from lsfuse.model import ModelConfig, init_params, uniform_blocks
 from lsfuse.replay import Objective, choose_prefix_activations
 from lsfuse.replay import Options as ReplayOptions
+from lsfuse.train.optimizer import trained
 from lsfuse.types import Params
 
 
@@ -150,6 +151,13 @@ def check_sizes(config: ConfigDict, model: ModelConfig, task: Any) -> None:
                 f"warm start: prompts of {stage.max_prompt} and targets of {stage.max_response} tokens exceed the"
                 f" model's context of {context} positions"
             )
+
+
+def check_trainable(config: ConfigDict, model: ModelConfig) -> None:
+    """Raises ValueError if a phase's `optimizer.trainable` is no regular expression, or matches no parameter."""
+    for phase in ("warm_start", "rl"):
+        if (pattern := config[phase].optimizer.trainable) is not None:
+            trained(pattern, abstract_params(model, jnp.dtype(config.dtype)))
 
 
 @dataclasses.dataclass(frozen=True)

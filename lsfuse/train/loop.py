@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from ml_collections import ConfigDict
 
 from lsfuse import io, replay
@@ -72,19 +73,21 @@ def set_up(
     task: Any = None,
     reward_fn: RewardFn | None = None,
     objective: replay.Objective | ObjectiveFn | None = None,
+    optimizer: optax.GradientTransformation | None = None,
     resume: bool = False,
 ) -> Setup:
     """Resolves and checks everything; reads files, writes none. Arguments as in `run`."""
     config = resolve_config(config)
     if workdir is not None:
         files.check_workdir(pathlib.Path(workdir), None, resume)
-    passed = {"task": task, "reward_fn": reward_fn, "objective": objective}
+    passed = {"task": task, "reward_fn": reward_fn, "objective": objective, "optimizer": optimizer}
     passed = {k: _name(v) for k, v in passed.items() if v is not None}
     tokenizer = build.make_tokenizer(config) if task is None else getattr(task, "tokenizer", None)
     task = build.make_task(config, tokenizer) if task is None else task
     tokenizer = getattr(task, "tokenizer", None) or tokenizer
     model, load_params = build.make_model(config, tokenizer)
     build.check_sizes(config, model, task)
+    build.check_trainable(config, model)
     objective = build.make_objective(config) if objective is None else objective
     if workdir is not None and resume and config.replay.prefix_activations == "auto":
         before = files.saved_config(pathlib.Path(workdir)) or {}
@@ -96,7 +99,7 @@ def set_up(
     reward_fn = reward_fn or getattr(task, "reward", None)
     stages = build.warm_start_stages(config, task)
     warm_start = WarmStart(config, model, stages) if stages else None
-    rl = GroupRL(config, model, task, reward_fn, objective)
+    rl = GroupRL(config, model, task, reward_fn, objective, optimizer)
     reference = build.needs_reference(config)
     return Setup(config, saved, task, tokenizer, model, load_params, reward_fn, warm_start, rl, reference)
 
@@ -108,6 +111,7 @@ def run(
     task: Any = None,
     reward_fn: RewardFn | None = None,
     objective: replay.Objective | ObjectiveFn | None = None,
+    optimizer: optax.GradientTransformation | None = None,
     resume: bool = False,
     progress: bool = True,
     profile: bool = False,
@@ -121,6 +125,7 @@ def run(
         task: a `data.Task`, or `data.JsonlGroups`, instead of the config's.
         reward_fn: (example, completion text) -> float, instead of the task's.
         objective: instead of the config's.
+        optimizer: any optax transformation for the RL phase, instead of the config's; it holds its own learning rate.
         progress: show a progress bar and print evaluations.
         profile: trace two RL steps into workdir/profile and print the costliest operations.
 
@@ -130,7 +135,7 @@ def run(
         FloatingPointError: loss or gradient is not finite.
     """
     workdir = pathlib.Path(workdir).absolute()
-    given = {"task": task, "reward_fn": reward_fn, "objective": objective}
+    given = {"task": task, "reward_fn": reward_fn, "objective": objective, "optimizer": optimizer}
     setup = set_up(config, workdir, **given, resume=resume)
     with files.locked(workdir):
         files.check_workdir(workdir, setup.saved, resume)  # nobody came in between

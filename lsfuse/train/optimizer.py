@@ -1,9 +1,12 @@
 """Optimizers by name."""
 
+import re
 from typing import Any
 
 import jax
 import optax
+
+from lsfuse.io.checkpoint_manifest import leaf_names
 
 
 def make_schedule(config: Any, steps: int) -> optax.Schedule:
@@ -30,7 +33,11 @@ def make_schedule(config: Any, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: Any, steps: int) -> optax.GradientTransformation:
-    """The optax chain of a config's `optimizer` fields for a run of `steps` updates."""
+    """The optax chain of a config's `optimizer` fields for a run of `steps` updates.
+
+    With `trainable`, leaves whose path it does not match keep every bit, have no optimizer state, and are left out of
+    the gradient's norm that is clipped.
+    """
     schedule = make_schedule(config, steps)
     parts = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
     if config.name == "adamw":
@@ -38,9 +45,38 @@ def make_optimizer(config: Any, steps: int) -> optax.GradientTransformation:
         parts.append(optax.adamw(schedule, **adam, weight_decay=config.weight_decay, mask=decayed))
     elif config.name == "adam":
         parts.append(optax.adam(schedule, b1=config.b1, b2=config.b2, eps=config.eps))
+    elif config.name == "lion":
+        parts.append(optax.lion(schedule, config.b1, config.b2, weight_decay=config.weight_decay, mask=decayed))
+    elif config.name == "adafactor":
+        decay = {"weight_decay_rate": config.weight_decay or None, "weight_decay_mask": decayed}
+        parts.append(optax.adafactor(schedule, multiply_by_parameter_scale=False, clipping_threshold=None, **decay))
     else:
         parts.append(optax.sgd(schedule, momentum=config.b1 or None))
-    return optax.chain(*parts)
+    chain = optax.chain(*parts)
+    if config.trainable is None:
+        return chain
+    names = {True: "trained", False: "frozen"}
+
+    def labels(params: Any) -> Any:
+        return jax.tree.map(names.__getitem__, trained(config.trainable, params))
+
+    return optax.partition({"trained": chain, "frozen": optax.set_to_zero()}, labels)
+
+
+def trained(pattern: str, params: Any) -> Any:
+    """A tree of bools: leaves whose path ("runs/0/q_proj") the regular expression is found in.
+
+    Raises: ValueError if it is none, or found in no path.
+    """
+    try:
+        regex = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"optimizer.trainable {pattern!r} is not a regular expression: {error}") from None
+    names = leaf_names(params)
+    found = [regex.search(name) is not None for name in names]
+    if not any(found):
+        raise ValueError(f"optimizer.trainable {pattern!r} is found in no parameter; they are {', '.join(names)}")
+    return jax.tree.unflatten(jax.tree.structure(params), found)
 
 
 def decayed(params: Any) -> Any:

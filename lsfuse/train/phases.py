@@ -85,6 +85,7 @@ class GroupRL:
         task: Any,
         reward_fn: Callable[[Mapping[str, Any], str], float] | None,
         objective: replay.Objective | ObjectiveFn,
+        optimizer: optax.GradientTransformation | None = None,
     ):
         fields = config.rl
         self.config, self.model, self.task, self.reward_fn = config, model, task, reward_fn
@@ -94,8 +95,8 @@ class GroupRL:
         self.key = jax.random.fold_in(jax.random.key(config.seed), SAMPLE_STREAM)
         self.offline = not hasattr(task, "example")
         updates = fields.steps * fields.num_iterations
-        self.schedule = make_schedule(fields.optimizer, updates)
-        self.optimizer = make_optimizer(fields.optimizer, updates)
+        self.schedule = None if optimizer else make_schedule(fields.optimizer, updates)
+        self.optimizer = optimizer or make_optimizer(fields.optimizer, updates)
         options = replay_options(config, temperature=fields.temperature)
         self.update = make_update(objective, model, self.optimizer, **options)
         shared = {k: options[k] for k in ("chunk_size", "branch_batch", "temperature")}
@@ -136,7 +137,9 @@ class GroupRL:
             update = step * self.iterations + i
             last = to_host(device, f"RL step {step}" + (f", iteration {i}" if self.iterations > 1 else ""))
         now = time.perf_counter()
-        metrics |= {**last, "learning_rate": float(self.schedule(update))}
+        metrics |= last
+        if self.schedule is not None:
+            metrics["learning_rate"] = float(self.schedule(update))
         times = {"time/step": now - start, "time/sample": sampled - start, "time/update": now - sampled}
         return {**metrics, **times, "time/tokens_per_s": metrics["tokens"] / (now - start)}
 

@@ -35,15 +35,18 @@ _NONE = type(None)
 
 def _optimizer(learning_rate: float) -> dict[str, Field]:
     return {
-        "name": Field("adamw", "which optimizer", choices=("adamw", "adam", "sgd")),
+        "name": Field("adamw", "which optimizer", choices=("adamw", "adam", "lion", "adafactor", "sgd")),
         "learning_rate": Field(learning_rate, "peak learning rate", minimum=0),
         "schedule": Field("constant", "after the warmup", choices=("constant", "linear", "cosine")),
         "warmup_steps": Field(0, "steps over which the learning rate rises from 0", minimum=0),
-        "b1": Field(0.9, "decay of Adam's first moment; momentum of sgd", minimum=0, maximum=1),
-        "b2": Field(0.95, "decay of Adam's second moment", minimum=0, maximum=1),
+        "b1": Field(0.9, "decay of the first moment (adam, lion); momentum of sgd", minimum=0, maximum=1),
+        "b2": Field(0.95, "decay of the second moment (adam); of lion's momentum", minimum=0, maximum=1),
         "eps": Field(1e-8, "Adam's epsilon", minimum=0),
-        "weight_decay": Field(0.0, "adamw only; norms and biases are left out", minimum=0),
+        "weight_decay": Field(0.0, "adamw, lion, adafactor; norms and biases are left out", minimum=0),
         "clip_norm": Field(1.0, "largest global gradient norm; None does not clip", (_NONE,), minimum=0),
+        "trainable": Field(
+            None, "regular expression found in the paths (runs/0/q_proj) of what is trained; None: all", (str,)
+        ),
     }
 
 
