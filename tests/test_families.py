@@ -7,6 +7,7 @@ Windows are shorter than prompts, responses and chunks, and all but "qwen3" have
 import dataclasses
 import time
 
+import families
 import helpers
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from lsfuse.kernels.tail_attention import reference
 from lsfuse.model.config import BlockConfig
 from lsfuse.rl import decode
 
-FAMILIES = helpers.FAMILIES
+FAMILIES = families.FAMILIES
 DPO_LENGTHS = ((6, 3, 0, 1), (5, 5), (), (6, 4, 4, 6))
 
 
@@ -169,7 +170,7 @@ def test_norms_store_the_offset():
 
 
 def _lowered(blocks):
-    config = helpers.tiny(**{**helpers._GEMMA, "blocks": blocks, "local_rope_theta": 20.0, "qk_norm": True})
+    config = helpers.tiny(**{**families.GEMMA, "blocks": blocks, "local_rope_theta": 20.0, "qk_norm": True})
     params, batch = helpers.random_params(config), helpers.make_batch(config)
     return jax.jit(replay.value_and_grad(helpers.PLAIN_GRPO, config, chunk_size=4)).lower(params, batch)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import subprocess
 import sys
@@ -30,10 +29,6 @@ RAW = dict(
     num_attention_heads=2,
     num_key_value_heads=1,
 )
-MISTRAL = dict(architectures=["MistralForCausalLM"], model_type="mistral")
-QWEN3 = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
-GEMMA2 = dict(architectures=["Gemma2ForCausalLM"], model_type="gemma2")
-GEMMA3 = dict(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text")
 QWEN2 = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2")
 CONFIG = ModelConfig(
     vocab_size=19,
@@ -296,16 +291,8 @@ def test_missing_folder_and_configuration(tmp_path):
         (QWEN2 | dict(layer_types=["full_attention", "chunked_attention"]), ("chunked_attention", "sliding_attention")),
         (QWEN2 | dict(layer_types=["full_attention"] * 2), ("layer_types names 2 blocks", "3")),
         (QWEN2 | dict(use_sliding_window=True, sliding_window=0), ("sliding_window", "got 0")),
-        (MISTRAL | dict(layer_types=["full_attention"] * 3), ("layer_types full_attention", "window of 4096")),
         (dict(layer_types=["full_attention", "linear_attention", "full_attention"]), ("linear_attention",)),
         (dict(layer_types=["sliding_attention"] * 3), ("sliding_attention", "'llama'")),
-        (GEMMA3 | dict(model_type="gemma3"), ("'gemma3'", "gemma3_text")),
-        (GEMMA3 | dict(rope_parameters=dict(rope_type="linear", factor=2)), ("by layer type", "rope_type")),
-        (GEMMA3 | dict(attn_logit_softcapping=50.0), ("attn_logit_softcapping 50.0", "null")),
-        (GEMMA3 | dict(use_bidirectional_attention=True), ("use_bidirectional_attention",)),
-        (GEMMA2 | dict(sliding_window=None), ("block 0", "sliding_window is null")),
-        (GEMMA2 | dict(hidden_activation="quick_gelu"), ("hidden_activation 'quick_gelu'",)),
-        (GEMMA2 | dict(query_pre_attn_scalar=0), ("query_pre_attn_scalar", "got 0")),
         (dict(quantization_config=dict(quant_method="gptq")), ("quantised", "gptq")),
         (dict(hidden_size=9), ("hidden_size 9", "num_attention_heads 2")),
         (dict(num_key_value_heads=3), ("num_kv_heads 3", "2 query heads")),
@@ -350,80 +337,6 @@ def test_configurations_that_are_accepted():
     del llama3["original_max_position_embeddings"]
     short = config_from_hf(RAW | dict(rope_scaling=llama3, max_position_embeddings=96))
     assert short.rope_scaling.original_max_position == 96
-
-
-def windows(config):
-    return [block.window for block in config.blocks]
-
-
-def test_windows_by_every_family_s_own_rule():
-    """What transformers makes of each, where config.json is silent too."""
-    assert windows(config_from_hf(RAW | MISTRAL)) == [4096] * 3
-    assert windows(config_from_hf(RAW | MISTRAL | dict(sliding_window=None))) == [None] * 3
-    for family in (QWEN2, QWEN3):
-        on = RAW | family | dict(use_sliding_window=True)
-        assert windows(config_from_hf(on)) == [None] * 3  # max_window_layers 28
-        assert windows(config_from_hf(on | dict(max_window_layers=1, sliding_window=5))) == [None, 5, 5]
-        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-        assert windows(config_from_hf(on | dict(layer_types=kinds))) == [4096, None, 4096]
-        assert windows(config_from_hf(RAW | family | dict(layer_types=kinds))) == [None] * 3  # windows are off
-    assert windows(config_from_hf(RAW | GEMMA2 | dict(sliding_window=7))) == [7, None, 7]
-    deep = RAW | GEMMA3 | dict(num_hidden_layers=7)
-    assert windows(config_from_hf(deep)) == [4096] * 5 + [None, 4096]
-    assert windows(config_from_hf(deep | dict(sliding_window_pattern=2))) == [4096, None] * 3 + [4096]
-    assert [b.local_rope for b in config_from_hf(deep).blocks] == [True] * 5 + [False, True]
-    assert len(config_from_hf(deep).runs) == 1
-
-
-def test_what_transformers_assumes_where_a_gemma_is_silent():
-    silent = {key: RAW[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
-    for family in (GEMMA2, GEMMA3):
-        config = config_from_hf(silent | family | dict(num_attention_heads=8))
-        assert (config.head_dim, config.blocks[0].num_kv_heads, config.query_pre_attn_scalar) == (256, 4, 256)
-        assert (config.bos_token_id, config.eos_token_ids, config.pad_token_id) == (2, (1,), 0)
-        assert config.tie_word_embeddings and config.hidden_act == "gelu_tanh" and config.post_norms
-        assert (config.norm_offset, config.embed_scale) == (1.0, 8**0.5)
-    assert (config.qk_norm, config.local_rope_theta, config.rope_theta) == (True, 10_000.0, 1_000_000.0)
-    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (None, None)
-    gemma2 = config_from_hf(RAW | GEMMA2)
-    assert (gemma2.qk_norm, gemma2.local_rope_theta, gemma2.rope_theta) == (False, None, 10_000.0)
-    assert (gemma2.attn_logit_softcapping, gemma2.final_logit_softcapping) == (50.0, 30.0)
-    off = config_from_hf(RAW | GEMMA2 | dict(attn_logit_softcapping=None, final_logit_softcapping=None))
-    assert (off.attn_logit_softcapping, off.final_logit_softcapping) == (None, None)
-    qwen3 = config_from_hf(silent | QWEN3 | dict(num_attention_heads=32, attention_bias=True))
-    assert (qwen3.head_dim, qwen3.blocks[0].num_kv_heads, qwen3.qk_norm) == (128, 32, True)
-    assert qwen3.qkv_bias and qwen3.o_bias and not qwen3.mlp_bias
-
-
-def test_gemma3_rope_in_both_spellings():
-    linear = dict(rope_type="linear", factor=8.0)
-    old = dict(rope_theta=5e5, rope_local_base_freq=123.0, rope_scaling=linear)
-    layers = dict(full_attention=linear | dict(rope_theta=5e5), sliding_attention=dict(rope_theta=123.0))
-    config = config_from_hf(RAW | GEMMA3 | old)
-    assert config == config_from_hf(RAW | GEMMA3 | dict(rope_parameters=layers))
-    assert (config.rope_theta, config.local_rope_theta, config.local_rope_scaling) == (5e5, 123.0, None)
-    assert config.rope_scaling == RopeScaling("linear", 8.0)
-    layers["sliding_attention"] |= dict(rope_type="linear", factor=2.0)
-    both = config_from_hf(RAW | GEMMA3 | dict(rope_parameters=layers))
-    assert both.local_rope_scaling == RopeScaling("linear", 2.0)
-    layers["full_attention"]["factor"] = 9.0
-    with pytest.raises(ValueError, match="contradict"):
-        config_from_hf(RAW | GEMMA3 | dict(rope_parameters=layers, rope_scaling=linear))
-
-
-def test_yarn():
-    def scaling(length=None, **rope):
-        more = {} if length is None else {"max_position_embeddings": length}
-        return config_from_hf(RAW | more | dict(rope_scaling=dict(rope_type="yarn", **rope))).rope_scaling
-
-    assert scaling(factor=4.0) == RopeScaling("yarn", 4.0, original_max_position=2048)
-    original = {"original_max_position_embeddings": 64}
-    assert scaling(512, factor=None, **original) == RopeScaling("yarn", 8.0, original_max_position=64)
-    options = dict(beta_fast=16, beta_slow=2, attention_factor=1.5, truncate=False)
-    assert scaling(factor=4, **original, **options) == RopeScaling("yarn", 4.0, original_max_position=64, **options)
-    # DeepSeek's: the ratio of two of the paper's lengths.
-    mscale = scaling(factor=40, mscale=1.0, mscale_all_dim=0.7).attention_factor
-    assert mscale == pytest.approx((0.1 * math.log(40) + 1) / (0.07 * math.log(40) + 1), rel=1e-12)
 
 
 def test_hub_ids_go_through_huggingface_hub(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import families
 import helpers
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from lsfuse import model
 from lsfuse.model import BlockConfig, ModelConfig, RopeScaling
 from lsfuse.model.rope import inverse_frequencies, rope_tables
 
-MODELS = {"tiny": helpers.TINY, "mixed": helpers.MIXED, "hollow": helpers.HOLLOW, **helpers.FAMILIES}
+MODELS = {"tiny": helpers.TINY, "mixed": helpers.MIXED, "hollow": helpers.HOLLOW, **families.FAMILIES}
 LENGTHS = (9, 4, 1)
 
 

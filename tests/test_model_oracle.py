@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import families
 import helpers
 import jax
 import numpy as np
@@ -102,7 +103,7 @@ ACTIVATIONS = [helpers.tiny(hidden_act=act, blocks=helpers.TINY.blocks[:1]) for 
 
 
 @pytest.mark.parametrize(
-    "config", [helpers.TINY, helpers.MIXED, helpers.HOLLOW, *ACTIVATIONS, *helpers.FAMILIES.values()]
+    "config", [helpers.TINY, helpers.MIXED, helpers.HOLLOW, *ACTIVATIONS, *families.FAMILIES.values()]
 )
 def test_logits_equal_numpy(config):
     params = helpers.random_params(config)
@@ -175,7 +176,7 @@ def _directional(config, params, batch, prefix_grad, direction, step):
 
 @pytest.mark.parametrize("prefix_grad", ["exact", "stop", 3, 64])
 @pytest.mark.parametrize(
-    "config", [helpers.TINY, helpers.MIXED, helpers.FAMILIES["gemma2"]], ids=["tiny", "mixed", "gemma2"]
+    "config", [helpers.TINY, helpers.MIXED, families.FAMILIES["gemma2"]], ids=["tiny", "mixed", "gemma2"]
 )
 def test_gradient_equals_finite_differences(x64, config, prefix_grad):
     params = helpers.random_params(config, 3)
