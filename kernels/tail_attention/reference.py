@@ -139,8 +139,8 @@ def prefix_forward(q: Array, k: Array, v: Array, layer, length, seen=None, softc
             scores = jnp.einsum("krh,ksh->krs", qt, kt, preferred_element_type=_accumulator(qt))
             return _online(carry, _capped(scores, softcap) + _bias(mask, qt), vt)
 
-        bounds = _lower(first, 0, tile), _tiles(length, tile)
-        return None, _normalise(*lax.fori_loop(*bounds, step, _online_start(qt)))
+        bound = _tiles(length, tile)
+        return None, _normalise(*lax.fori_loop(_lower(first, 0, tile), bound, step, _online_start(qt)))
 
     _, (o, lse) = _over_tiles(row_tile, None, (_row_tiles(q, 1)[0], _first_keys(q, seen)))
     return _from_row_tiles(o, q.shape), _from_row_tiles(lse, q.shape[:4])
@@ -179,8 +179,7 @@ def prefix_backward(q, k, v, layer, lo, hi, do, lse, delta, dk=None, dv=None, *,
         return (dk, dv), dq.mT
 
     tiles = tuple(_row_tiles(x, rest)[0] for x, rest in ((q, 1), (do, 1), (lse, 0), (delta, 0)))
-    tiles = (*tiles, _first_keys(q, seen))
-    (dk, dv), dq = _over_tiles(row_tile, (dk, dv), tiles)
+    (dk, dv), dq = _over_tiles(row_tile, (dk, dv), (*tiles, _first_keys(q, seen)))
     return _from_row_tiles(dq, q.shape), dk, dv
 
 
@@ -244,8 +243,8 @@ def own_forward(q: Array, k: Array, v: Array, lengths: Array, offset, window=Non
 
         if k.shape[2] == k_tile:
             return i + 1, _normalise(*step(0, _online_start(qt)))
-        bounds = _own_bounds(i, q_tile, k_tile, lengths, offset, window)
-        return i + 1, _normalise(*lax.fori_loop(*bounds, step, _online_start(qt)))
+        first, bound = _own_bounds(i, q_tile, k_tile, lengths, offset, window)
+        return i + 1, _normalise(*lax.fori_loop(first, bound, step, _online_start(qt)))
 
     _, (o, lse) = _over_tiles(query_tile, jnp.int32(0), _own_layout(q, q_tile))
     return _from_own_layout(o, q.shape), _from_own_layout(lse, q.shape[:4])
@@ -280,7 +279,8 @@ def own_backward(q, k, v, lengths, offset, do, lse, delta, window=None, softcap=
         if k.shape[2] == k_tile:
             dq, dk, dv = step(0, init)
         else:
-            dq, dk, dv = lax.fori_loop(*_own_bounds(i, q_tile, k_tile, lengths, offset, window), step, init)
+            first, bound = _own_bounds(i, q_tile, k_tile, lengths, offset, window)
+            dq, dk, dv = lax.fori_loop(first, bound, step, init)
         return (i + 1, dk, dv), dq.mT
 
     init = (jnp.int32(0), jnp.zeros(k.shape, acc), jnp.zeros(v.shape, acc))

@@ -67,10 +67,11 @@ def at_block(config: ModelConfig, run: int, layer: Array | int, tokens: Tokens) 
     rope, local = tokens.rope, [block.local_rope for block in members]
     if config.local_rope_theta is not None:
         index = int(local[0]) if len(set(local)) == 1 else pick(local)
-        rope = tuple(lax.dynamic_index_in_dim(table, index, 0, keepdims=False) for table in rope)
+        cos, sin = (lax.dynamic_index_in_dim(table, index, 0, keepdims=False) for table in rope)
+        rope = (cos, sin)
     scalar = config.query_pre_attn_scalar
     scale = None if scalar is None else scalar**-0.5
-    return tokens.replace(rope=rope, rule=tail_attention.Rule(window, scale, config.attn_logit_softcapping))
+    return Tokens(rope, tokens.lengths, tail_attention.Rule(window, scale, config.attn_logit_softcapping))
 
 
 def block_forward(
@@ -109,8 +110,9 @@ def block_forward(
     if names[0] not in saved:
         activations = layers.ffn_in(config, block, subset(p, layers.ffn_in_names(config)), x if block.parallel else mid)
         saved |= dict(zip(names, activations, strict=True))
-    y = saved.get("fed")
-    if y is None:
+    if "fed" in saved:
+        y = saved["fed"]
+    else:
         y = layers.ffn_out(config, block, subset(p, layers.FFN_OUT), *(saved[name] for name in names))
     if config.post_norms:
         saved["fed"] = y

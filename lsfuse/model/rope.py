@@ -70,7 +70,8 @@ def rope_tables(config: ModelConfig, positions: Array, dtype) -> tuple[Array, Ar
     if config.local_rope_theta is None:
         return tables[0]
     tables.append(_tables(inverse_frequencies(config, True), amplitude(config, True), positions, dtype))
-    return tuple(jnp.stack(pair) for pair in zip(*tables, strict=True))
+    cos, sin = (jnp.stack(pair) for pair in zip(*tables, strict=True))
+    return cos, sin
 
 
 def _tables(inv: np.ndarray, scale: float, positions: Array, dtype) -> tuple[Array, Array]:
@@ -85,7 +86,8 @@ def _tables(inv: np.ndarray, scale: float, positions: Array, dtype) -> tuple[Arr
     def digit(i: int, scale: float = 1.0) -> tuple[Array, Array]:
         table = (np.arange(_BASE, dtype=np.float64) * _BASE**i)[:, None] * inv
         index = (positions // _BASE**i) % _BASE
-        return tuple(jnp.asarray(scale * f(table), jnp.float32)[index] for f in (np.cos, np.sin))
+        cos, sin = (jnp.asarray(scale * f(table), jnp.float32)[index] for f in (np.cos, np.sin))
+        return cos, sin
 
     cos, sin = digit(0, scale)
     for i in range(1, _DIGITS):

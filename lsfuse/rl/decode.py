@@ -133,7 +133,7 @@ def shared_attention(prefilled: Prefilled) -> Attend:
                 def join(j, so_far):
                     return tail_attention.merge(*so_far, *own(b, j, None))
 
-                first = 1
+                first: Array | int = 1
                 if row.rule.window is not None:  # own tiles that the window has left behind
                     first = jnp.maximum((row.step + 1 - row.rule.window) // tile, 1)
                 o, lse = lax.fori_loop(first, row.step // tile + 1, join, (o.astype(lse.dtype), lse))
@@ -171,7 +171,7 @@ def decode_step(
             here = at_block(config, int(run), layer, tokens)
             if block.has_attention:
                 q, k, v = attention_in(config, subset(p, ATTENTION_IN), x, here.rope)
-                o, cache = attend(run, layer, q, k, v, cache, row.replace(rule=here.rule))
+                o, cache = attend(run, layer, q, k, v, cache, Row(row.step, row.busy, here.rule))
                 known = {"q": q, "k": k, "v": v, "o": o, "lse": o}
             return (block_forward(config, block, p, x, here, None, known)[0], cache), None
 
