@@ -69,8 +69,8 @@ def random_params(config: ModelConfig, seed: int = 0, dtype=np.float64) -> dict:
 
     def leaf(path, shape):
         name = path[-1].key
-        if name in ("norm", "input_layernorm", "post_attention_layernorm"):
-            x = 1.0 + 0.4 * rng.standard_normal(shape)
+        if name.endswith("norm"):
+            x = 1.0 - config.norm_offset + 0.4 * rng.standard_normal(shape)
         elif name.endswith("_bias"):
             x = 0.3 * rng.standard_normal(shape)
         elif name == "embed_tokens":

@@ -4,11 +4,15 @@ Slow and obvious on purpose. Each row (one prompt and one response) is run alone
 softmax attention under an explicit mask, one block after the other, and differentiated by `jax.grad`. Everything is
 written from the published definitions and shares no attention, mask, layer or backward code with the package:
 
-    RMSNorm         Zhang & Sennrich, arXiv 1910.07467:  g · x / sqrt(mean(x²) + eps)
+    RMSNorm         Zhang & Sennrich, arXiv 1910.07467:  g · x / sqrt(mean(x²) + eps); Gemma stores g - 1
     rotary          Su et al., arXiv 2104.09864, in the half-split pairing of the published Llama checkpoints; "linear"
-                    rescaling divides the frequencies by a factor, "llama3" is the piecewise rule of Llama 3.1
-    SwiGLU          Shazeer, arXiv 2002.05202:  down(act(gate(x)) · up(x))
+                    rescaling divides the frequencies by a factor, "llama3" is the piecewise rule of Llama 3.1, "yarn"
+                    that of Peng et al., arXiv 2309.00071, which also stretches queries and keys
+    SwiGLU          Shazeer, arXiv 2002.05202:  down(act(gate(x)) · up(x)); plain: out(act(in(x)))
     grouped heads   Ainslie et al., arXiv 2305.13245: query head n reads kv head n // (N / K)
+    window          Mistral 7B, arXiv 2310.06825: a token sees itself and the W - 1 tokens before it
+    soft-caps       Gemma 2, arXiv 2408.00118: c · tanh(s / c) of attention scores and of logits; so are norms after
+                    attention and after the FFN, before the residual sum
 
 Partial prefix gradients: for "stop" and for an int n, keys and values of the prompt tokens before position P − n are
 constants in every block ("stop" is n = 1). Those tokens reach the loss through their keys and values only, so nothing
@@ -38,20 +42,25 @@ def constant_tokens(prefix_grad: str | int, prompt_length: int) -> int:
 
 
 def split_blocks(config: ModelConfig, params: Grads) -> list[dict[str, Any]]:
-    """One parameter dict per block from the stacked runs (a run: consecutive equal blocks)."""
+    """One parameter dict per block from the stacked runs (a run: consecutive blocks with parameters of one shape)."""
     out: list[dict[str, Any]] = []
     run, inside = -1, 0
     previous = None
     for block in config.blocks:
-        if block != previous:
-            run, inside, previous = run + 1, 0, block
+        kind = (block.attention == "none", block.num_kv_heads, block.ffn, block.ffn_width, block.parallel)
+        if kind != previous:
+            run, inside, previous = run + 1, 0, kind
         out.append({name: leaf[inside] for name, leaf in params["runs"][str(run)].items()})
         inside += 1
     return out
 
 
-def rms_norm(x, gain, eps: float):
-    return gain * x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+def rms_norm(x, gain, eps: float, offset: float = 0.0):
+    return (offset + gain) * x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def normed(x, gain, config: ModelConfig):
+    return rms_norm(x, gain, config.rms_norm_eps, config.norm_offset)
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
@@ -61,6 +70,18 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None)
         freq = theta ** (-2.0 * pair / head_dim)
         if scaling is not None and scaling.kind == "linear":
             freq = freq / scaling.factor
+        elif scaling is not None and scaling.kind == "yarn":
+            # The pair that turns r times within the original length is number h · ln(length / 2πr) / (2 ln theta).
+            border = [
+                head_dim * math.log(scaling.original_max_position / (2.0 * math.pi * turns)) / (2.0 * math.log(theta))
+                for turns in (scaling.beta_fast, scaling.beta_slow)
+            ]
+            if scaling.truncate:
+                border = [math.floor(border[0]), math.ceil(border[1])]
+            first, last = max(border[0], 0), min(border[1], head_dim - 1)
+            slow = (pair - first) / (last - first if last > first else 0.001)
+            slow = min(max(slow, 0.0), 1.0)
+            freq = slow * freq / scaling.factor + (1.0 - slow) * freq
         elif scaling is not None:
             wavelength = 2.0 * math.pi / freq
             longest = scaling.original_max_position / scaling.low_freq_factor
@@ -73,6 +94,15 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None)
                 freq = (1.0 - blend) * freq / scaling.factor + blend * freq
         freqs.append(freq)
     return np.asarray(freqs, np.float64)
+
+
+def rotary_length(scaling: RopeScaling | None) -> float:
+    """What rotation multiplies the length of queries and of keys by."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return 0.1 * math.log(scaling.factor) + 1.0
 
 
 def rotate(x, freqs):
@@ -93,18 +123,33 @@ def attention(x, p, block: BlockConfig, config: ModelConfig, constant):
     """Causal self-attention of x [T, D]; keys and values where `constant` [T] is true carry no gradient."""
     tokens = x.shape[0]
     n_heads, k_heads, h = config.num_heads, block.num_kv_heads, config.head_dim
-    freqs = rotary_frequencies(h, config.rope_theta, config.rope_scaling)
-    x = rms_norm(x, p["input_layernorm"], config.rms_norm_eps)
-    q = rotate(project(x, p, "q_proj").reshape(tokens, n_heads, h), freqs)
-    k = rotate(project(x, p, "k_proj").reshape(tokens, k_heads, h), freqs)
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if block.local_rope:
+        theta, scaling = config.local_rope_theta, config.local_rope_scaling
+    freqs, length = rotary_frequencies(h, theta, scaling), rotary_length(scaling)
+    x = normed(x, p["input_layernorm"], config)
+    q = project(x, p, "q_proj").reshape(tokens, n_heads, h)
+    k = project(x, p, "k_proj").reshape(tokens, k_heads, h)
     v = project(x, p, "v_proj").reshape(tokens, k_heads, h)
+    if config.qk_norm:
+        q, k = normed(q, p["q_norm"], config), normed(k, p["k_norm"], config)
+    q, k = length * rotate(q, freqs), length * rotate(k, freqs)
     k = jnp.where(constant[:, None, None], jax.lax.stop_gradient(k), k)
     v = jnp.where(constant[:, None, None], jax.lax.stop_gradient(v), v)
     k, v = (jnp.repeat(x, n_heads // k_heads, axis=1) for x in (k, v))
-    scores = jnp.einsum("qnh,knh->nqk", q, k) / math.sqrt(h)
-    visible = np.tril(np.ones((tokens, tokens), bool))
+    scores = jnp.einsum("qnh,knh->nqk", q, k) / math.sqrt(config.query_pre_attn_scalar or h)
+    scores = softcap(scores, config.attn_logit_softcapping)
+    distance = np.arange(tokens)[:, None] - np.arange(tokens)[None, :]
+    visible = distance >= 0
+    if block.attention == "sliding":
+        visible &= distance < block.window
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
-    return project(jnp.einsum("nqk,knh->qnh", weights, v).reshape(tokens, n_heads * h), p, "o_proj")
+    y = project(jnp.einsum("nqk,knh->qnh", weights, v).reshape(tokens, n_heads * h), p, "o_proj")
+    return normed(y, p["post_attention_layernorm"], config) if config.post_norms else y
+
+
+def softcap(x, cap: float | None):
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def activation(x, name: str):
@@ -119,32 +164,36 @@ def activation(x, name: str):
     raise ValueError(name)
 
 
-def ffn(x, p, config: ModelConfig):
-    x = rms_norm(x, p["post_attention_layernorm"], config.rms_norm_eps)
-    hidden = activation(project(x, p, "gate_proj"), config.hidden_act) * project(x, p, "up_proj")
-    return project(hidden, p, "down_proj")
+def ffn(x, p, block: BlockConfig, config: ModelConfig):
+    x = normed(x, p["pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"], config)
+    if block.ffn == "plain":
+        y = project(activation(project(x, p, "fc_in"), config.hidden_act), p, "fc_out")
+    else:
+        hidden = activation(project(x, p, "gate_proj"), config.hidden_act) * project(x, p, "up_proj")
+        y = project(hidden, p, "down_proj")
+    return normed(y, p["post_feedforward_layernorm"], config) if config.post_norms else y
 
 
 def _hidden(config: ModelConfig, params: Grads, ids, constant):
-    x = params["embed_tokens"][ids]
+    x = config.embed_scale * params["embed_tokens"][ids]
     for block, p in zip(config.blocks, split_blocks(config, params), strict=True):
         if block.parallel:
             source = x
             if block.attention != "none":
                 x = x + attention(source, p, block, config, constant)
             if block.ffn_width:
-                x = x + ffn(source, p, config)
+                x = x + ffn(source, p, block, config)
         else:
             if block.attention != "none":
                 x = x + attention(x, p, block, config, constant)
             if block.ffn_width:
-                x = x + ffn(x, p, config)
-    return rms_norm(x, params["norm"], config.rms_norm_eps)
+                x = x + ffn(x, p, block, config)
+    return normed(x, params["norm"], config)
 
 
 def _logits(config: ModelConfig, params: Grads, hidden):
     head = params["embed_tokens"].T if config.tie_word_embeddings else params["lm_head"]
-    return hidden @ head
+    return softcap(hidden @ head, config.final_logit_softcapping)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,11 +1,15 @@
 """The cost formulas against the compiler's count, on sizes at which every loop body runs once."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 from lsfuse import model as models
 from lsfuse import replay
+from lsfuse.kernels.tail_attention import reference as tiles
+from lsfuse.replay import cost as cost_model
 from lsfuse.rl import reinforce
 from lsfuse.train import measure
 
@@ -16,6 +20,21 @@ MODEL = models.ModelConfig(
     num_heads=4,
     head_dim=32,
     blocks=(models.BlockConfig("full", 2, 1024), models.BlockConfig("full", 1, 1024)),
+)
+
+
+# Windows, post-norms, caps and plain FFNs: the same products, and one more forward product where a norm follows it.
+FAMILY = dataclasses.replace(
+    MODEL,
+    blocks=(
+        models.BlockConfig("sliding", 2, 1024, window=40),
+        models.BlockConfig("sliding", 1, 1024, ffn="plain", window=24),
+    ),
+    qk_norm=True,
+    post_norms=True,
+    norm_offset=1.0,
+    attn_logit_softcapping=5.0,
+    final_logit_softcapping=5.0,
 )
 
 
@@ -34,29 +53,70 @@ def _batch(prompt, response, branches):
 
 
 @pytest.mark.parametrize(
-    ("mode", "options"),
+    ("model", "mode", "options"),
     [
-        ("dense", {"branch_batch": 4}),
-        ("stop", {"branch_batch": 4}),
-        ("exact", {"branch_batch": 4, "prefix_activations": "recompute"}),
+        (MODEL, "dense", {"branch_batch": 4}),
+        (MODEL, "stop", {"branch_batch": 4}),
+        (MODEL, "exact", {"branch_batch": 4, "prefix_activations": "recompute"}),
+        (FAMILY, "exact", {"branch_batch": 4, "prefix_activations": "recompute"}),
+        pytest.param(FAMILY, "dense", {"branch_batch": 4, "remat_policy": "nothing_saveable"}, marks=pytest.mark.slow),
     ],
+    ids=["dense", "stop", "exact", "family-exact", "family-dense"],
 )
-def test_flops_agree_with_the_compiler(mode, options):
+def test_flops_agree_with_the_compiler(model, mode, options):
     batch = _batch(65, 32, 4)
     make = replay.dense_value_and_grad if mode == "dense" else replay.value_and_grad
     chosen = measure.options_for(mode, **options)
-    params = jax.eval_shape(lambda: models.init_params(MODEL, jax.random.key(0)))
+    params = jax.eval_shape(lambda: models.init_params(model, jax.random.key(0)))
     gradient = {} if mode == "dense" else {"prefix_grad": mode}
-    step = jax.jit(make(reinforce(), MODEL, **options, **gradient)).lower(params, batch).compile()
-    cost = measure.step_cost(MODEL, mode, chosen, batch, np.float32)
+    step = jax.jit(make(reinforce(), model, **options, **gradient)).lower(params, batch).compile()
+    cost = measure.step_cost(model, mode, chosen, batch, np.float32)
     # The first chunk has nothing before it, so the loop over its prefix does not run, but the compiler counts the body.
     never = replay.cost.Cost()
     if mode != "dense":
-        pair = 2 * MODEL.num_heads * MODEL.head_dim * 64 * 64
+        pair = 2 * model.num_heads * model.head_dim * 64 * 64
         never = replay.cost.Cost(attention=pair * (2 if mode == "stop" else 2 + 2 + 5))
     compiled = step.cost_analysis()
     compiled = compiled[0] if isinstance(compiled, list) else compiled
     assert cost.flops + never.flops == pytest.approx(compiled["flops"], rel=0.03)
+
+
+@pytest.mark.parametrize("window", [1, 3, 7, 20, 100])
+def test_executed_tiles_of_a_window(monkeypatch, window):
+    """From the first tile in which a query of the row tile sees a key to the last there is, key by key."""
+    for name, size in (("TILE", 4), ("ROWS", 6), ("OWN_TILE", 3)):
+        monkeypatch.setattr(tiles, name, size)
+    model = dataclasses.replace(MODEL, blocks=(models.BlockConfig("sliding", 2, 8, window=window),))
+    count, rows = 3, 5
+    for first, last in ((0, 0), (0, 11), (3, 14)):
+        at = max(last, 7)
+        prefix = cost_model._Prefix(first, last, 20, at)
+        queries = [(at + t, b, t) for b in range(count) for t in range(rows) for _ in range(2)]
+        pairs, step = 0, -(-len(queries) // -(-len(queries) // 6))
+        for begin in range(0, len(queries), step):
+            part = queries[begin : begin + step]
+            seen = {(s - first) // 4 for q, *_ in part for s in range(first, last) if s > q - window}
+            spared = max(min(q for q, *_ in part) - window + 1 - first, 0) // 4
+            run = max(-(-(last - first) // 4) - spared, 0)
+            assert not seen or min(seen) >= spared
+            pairs += len(part) * 4 * run
+        assert cost_model._visible(model, model.blocks[0], count, rows, prefix) == pairs // 2
+    own = sum(
+        9 * len([j for j in range(4) if any(0 <= q - s < window for q in i for s in range(3 * j, min(3 * j + 3, 11)))])
+        for i in (range(0, 3), range(3, 6), range(6, 9), range(9, 12))
+    )
+    assert cost_model._own(12, 11, window) == own
+
+
+def test_a_window_saves_what_it_does_not_see():
+    """A prompt of 64 windows: attention of the sliding model costs a small share of the full one's, FFNs the same."""
+    batch = _batch(32769, 64, 4)
+    costs = {}
+    for attention, window in (("full", None), ("sliding", 512)):
+        model = models.replace_blocks(MODEL, (models.BlockConfig(attention, 2, 1024, window=window),) * 4)
+        costs[attention] = measure.step_cost(model, "exact", measure.options_for("exact"), batch, np.float32)
+    assert costs["sliding"].linear == costs["full"].linear
+    assert costs["sliding"].attention < 0.08 * costs["full"].attention
 
 
 def test_positions_and_units():

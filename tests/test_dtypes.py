@@ -1,5 +1,6 @@
 """No wider or narrower float slips into a step: dtypes are read off the traced program, where promotion is silent."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import jax
@@ -7,9 +8,23 @@ import jax.numpy as jnp
 import pytest
 
 from lsfuse import replay, rl
-from lsfuse.model import ModelConfig, param_shapes, uniform_blocks
+from lsfuse.model import BlockConfig, ModelConfig, RopeScaling, param_shapes, uniform_blocks
 
 MODEL = ModelConfig(vocab_size=64, hidden_size=32, num_heads=4, head_dim=8, blocks=uniform_blocks(2, 2, 48))
+# What other families add, all at once.
+FAMILY = dataclasses.replace(
+    MODEL,
+    blocks=(BlockConfig("sliding", 2, 48, window=5, local_rope=True), BlockConfig("full", 2, 48)),
+    qk_norm=True,
+    post_norms=True,
+    norm_offset=1.0,
+    embed_scale=3.0,
+    query_pre_attn_scalar=6.0,
+    attn_logit_softcapping=5.0,
+    final_logit_softcapping=5.0,
+    local_rope_theta=100.0,
+    rope_scaling=RopeScaling("yarn", 4.0),
+)
 GROUPS, BRANCHES, PROMPT, RESPONSE = 2, 4, 32, 8
 
 
@@ -28,9 +43,10 @@ def batch() -> replay.Batch:
     )
 
 
-def params(dtype):
+def params(dtype, engine):
+    shapes = param_shapes(FAMILY if engine.startswith("family") else MODEL)
     return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype), param_shapes(MODEL), is_leaf=lambda x: isinstance(x, tuple)
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=lambda x: isinstance(x, tuple)
     )
 
 
@@ -59,6 +75,8 @@ ENGINES = {
     "kept": replay.value_and_grad(rl.grpo(), MODEL, chunk_size=8, prefix_activations="keep"),
     "stop": replay.value_and_grad(rl.grpo(), MODEL, chunk_size=8, prefix_grad="stop"),
     "dense": replay.dense_value_and_grad(rl.grpo(), MODEL),
+    "family": replay.value_and_grad(rl.grpo(), FAMILY, chunk_size=8, prefix_grad=9),
+    "family dense": replay.dense_value_and_grad(rl.grpo(), FAMILY),
 }
 
 
@@ -70,13 +88,13 @@ def model_sized(shapes: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype, other", [("float32", "float64"), ("float64", "float32")])
 def test_the_parameters_dtype_is_kept_where_both_are_allowed(x64, engine, dtype, other):
-    found = float_dtypes(ENGINES[engine], params(dtype), batch())
+    found = float_dtypes(ENGINES[engine], params(dtype, engine), batch())
     assert model_sized(found[dtype]) and not model_sized(found.get(other, set()))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_have_the_parameters_dtype(engine):
     for dtype in (jnp.float32, jnp.bfloat16):
-        (loss, _), grads = jax.eval_shape(ENGINES[engine], params(dtype), batch())
+        (loss, _), grads = jax.eval_shape(ENGINES[engine], params(dtype, engine), batch())
         assert loss.dtype == jnp.float32
         assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(dtype)}

@@ -27,7 +27,7 @@ def stream(model, ids):
     """The residual stream after every block of one text, by models cut short."""
     config, params = model
     parts = unstack_blocks(config, params)
-    out = [embed(params, jnp.asarray(ids), jnp.ones(len(ids), bool))[None]]
+    out = [embed(params, config, jnp.asarray(ids), jnp.ones(len(ids), bool))[None]]
     for block, leaves in zip(config.blocks, parts, strict=True):
         one = dataclasses.replace(config, blocks=(block,), sources=(), transforms=())
         tokens = make_tokens(config, 0, len(ids), jnp.array([len(ids)]), jnp.float64)

@@ -11,7 +11,7 @@ from test_fusion_analysis import CONFIG, TEXTS, model
 
 from lsfuse import fusion
 from lsfuse.model import BlockConfig, forward, unstack_blocks
-from lsfuse.model.layers import FFN_IN, ffn_activation, ffn_in, subset
+from lsfuse.model.layers import ffn_activation, ffn_in, ffn_in_names, subset
 
 FULL, FFN, NONE = BlockConfig("full", 2, 24), BlockConfig("none", 1, 8), BlockConfig("none", 1, 0)
 
@@ -117,11 +117,11 @@ def test_channel_importance(x64):
     config, params = whole = model(tiny(blocks=(FFN, FULL, NONE)))
     got = fusion.ffn_importance(*whole, TEXTS, batch_size=2)
     assert got[2] is None and [len(g) for g in got[:2]] == [8, 24]
-    leaves = unstack_blocks(config, params)[0]
+    leaves, names = unstack_blocks(config, params)[0], ffn_in_names(config)
     active = []
     for ids, n in zip(TEXTS.ids, TEXTS.lengths, strict=True):
         x = jnp.asarray(params["embed_tokens"])[ids[None, :n]]
-        active.append(np.abs(ffn_activation(config, *ffn_in(config, subset(leaves, FFN_IN), x)))[0])
+        active.append(np.abs(ffn_activation(config, *ffn_in(config, FFN, subset(leaves, names), x)))[0])
     want = np.concatenate(active).mean(0) * np.linalg.norm(leaves["down_proj"], axis=1)
     np.testing.assert_allclose(got[0], want, rtol=1e-6)
     half = fusion.prune_ffn(0.5, got)(config, params)

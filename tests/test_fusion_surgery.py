@@ -10,7 +10,7 @@ from helpers import MIXED, TINY, random_params, tiny
 
 from lsfuse import fusion
 from lsfuse.model import BlockConfig, count_params, forward, stack_blocks, unstack_blocks
-from lsfuse.model.layers import FFN_IN, FFN_OUT, ffn_in, ffn_out, subset
+from lsfuse.model.layers import FFN_OUT, ffn_in, ffn_in_names, ffn_out, subset
 from lsfuse.replay import state_bytes_per_token
 
 # Attention in blocks 0, 1 and 6; FFNs of unlike width; all biases.
@@ -43,8 +43,10 @@ def relative_error(a, b):
     return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
 
 
-def ffn(config, leaves, x):
-    return ffn_out(config, subset(leaves, FFN_OUT), *ffn_in(config, subset(leaves, FFN_IN), x))
+def ffn(config, leaves, x, kind="gated"):
+    block = BlockConfig("none", 1, 1, ffn=kind)
+    activations = ffn_in(config, block, subset(leaves, ffn_in_names(config)), x)
+    return ffn_out(config, block, subset(leaves, FFN_OUT), *activations)
 
 
 @pytest.mark.parametrize("dtype, tol", [(np.float64, 1e-12), (np.float32, 1e-5)])
@@ -60,7 +62,7 @@ def test_the_wide_ffn_is_the_sum_of_its_members(x64, span, dtype, tol):
     got = ffn(wide, unstack_blocks(wide, wide_params)[span[0]], x)
     assert relative_error(got, total) <= tol
     for order in ([-1, *range(len(members) - 1)], [*reversed(range(len(members)))]):
-        assert relative_error(ffn(wide, fusion.wide_ffn([members[i] for i in order]), x), total) <= tol
+        assert relative_error(ffn(wide, fusion.wide_ffn(config, [members[i] for i in order]), x), total) <= tol
 
 
 def test_last_norm_is_the_papers(x64):
@@ -91,6 +93,19 @@ def test_a_span_of_one_is_the_identity_and_nested_equals_at_once(x64):
     assert at_once[0].transforms == ("fuse_ffn(2-5; norm=fold)",)
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_plain_ffns_and_norms_of_one_plus_w(x64, offset):
+    """W_out·act(W_in x) with biases joins in the same way, and a gain is w + offset."""
+    block = BlockConfig("none", 1, 8, ffn="plain")
+    blocks = block, dataclasses.replace(block, ffn_width=3)
+    config, params = model(tiny(blocks=blocks, mlp_bias=True, norm_offset=offset))
+    members = unstack_blocks(config, params)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 16)))
+    wide, wide_params = fusion.fuse_ffn([(0, 1)])(config, params)
+    got = ffn(wide, unstack_blocks(wide, wide_params)[0], x, "plain")
+    assert relative_error(got, sum(ffn(config, m, x, "plain") for m in members)) <= 1e-12
+
+
 def test_reverse(x64):
     config, params = model()
     new, new_params = fusion.reverse([(2, 4)])(config, params)
@@ -116,7 +131,7 @@ def test_removals(x64):
     zeroed = jax.tree.map(jnp.array, params)
     parts = unstack_blocks(config, zeroed)
     for i, names in ((1, ("o_proj", "o_proj_bias")), (6, ("o_proj", "o_proj_bias")), (3, FFN_OUT), (5, FFN_OUT)):
-        parts[i] = parts[i] | {n: jnp.zeros_like(parts[i][n]) for n in names}
+        parts[i] = parts[i] | {n: jnp.zeros_like(parts[i][n]) for n in names if n in parts[i]}
     want = hidden((config, {**params, "runs": stack_blocks(config, parts)}))
     np.testing.assert_allclose(hidden(less), want, rtol=1e-12)
 
@@ -205,5 +220,11 @@ def test_settings_that_can_never_be_right_raise_at_once():
     parallel = dataclasses.replace(MIXED, blocks=(BlockConfig("full", 2, 16, parallel=True), BlockConfig("none", 1, 8)))
     with pytest.raises(ValueError, match="attention and FFN of block 0 run in parallel"):
         fusion.fuse_ffn([(0, 1)])(parallel, random_params(parallel))
+    normed = tiny(blocks=(BlockConfig("none", 1, 8),) * 2, post_norms=True)
+    with pytest.raises(ValueError, match="span 0-1: every FFN's output has a norm of its own"):
+        fusion.fuse_ffn([(0, 1)])(normed, random_params(normed))
+    unlike = tiny(blocks=(BlockConfig("none", 1, 8), BlockConfig("none", 1, 8, ffn="plain")))
+    with pytest.raises(ValueError, match="FFN of block 1 is plain, of block 0 gated"):
+        fusion.fuse_ffn([(0, 1)])(unlike, random_params(unlike))
     with pytest.raises(ValueError, match="names 1 blocks, the model has 2"):
         dataclasses.replace(TINY, sources=((0,),))

@@ -20,6 +20,16 @@ from lsfuse.io.hf_config import config_from_hf, config_to_hf, why_not_standard
 from lsfuse.model import BlockConfig, ModelConfig, RopeScaling, param_shapes, uniform_blocks
 
 CONFIG = ModelConfig(19, 8, 2, 4, uniform_blocks(3, 1, 12), eos_token_ids=(2, 5), bos_token_id=1)
+FULL, SLIDING = BlockConfig("full", 1, 12), BlockConfig("sliding", 1, 12, window=5)
+LOCAL = dataclasses.replace(SLIDING, local_rope=True)
+GEMMA = dict(
+    post_norms=True,
+    norm_offset=1.0,
+    embed_scale=8**0.5,
+    query_pre_attn_scalar=16,
+    hidden_act="gelu_tanh",
+    tie_word_embeddings=True,
+)
 CONFIGS = {
     "llama": CONFIG,
     "biases": dataclasses.replace(CONFIG, qkv_bias=True, o_bias=True, mlp_bias=True, hidden_act="gelu"),
@@ -28,12 +38,55 @@ CONFIGS = {
     "tied": dataclasses.replace(CONFIG, tie_word_embeddings=True, head_dim=6, eos_token_ids=(), pad_token_id=0),
     "qwen2": dataclasses.replace(CONFIG, family="qwen2", qkv_bias=True, eos_token_ids=(2,)),
     "mistral": dataclasses.replace(CONFIG, family="mistral", hidden_act="relu"),
+    "mistral window": dataclasses.replace(
+        CONFIG, family="mistral", blocks=(SLIDING,) * 3, rope_scaling=RopeScaling("yarn", 4.0)
+    ),
+    "qwen2 window": dataclasses.replace(CONFIG, family="qwen2", qkv_bias=True, blocks=(FULL, SLIDING, SLIDING)),
+    "qwen3": dataclasses.replace(
+        CONFIG,
+        family="qwen3",
+        qk_norm=True,
+        head_dim=6,
+        blocks=(SLIDING, FULL, SLIDING),
+        rope_scaling=RopeScaling("yarn", 4.0, 1.0, 4.0, 64, 16.0, 2.0, 1.25, False),
+    ),
+    "gemma2": dataclasses.replace(
+        CONFIG,
+        family="gemma2",
+        blocks=(SLIDING, FULL, SLIDING),
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=None,
+        **GEMMA,
+    ),
+    "gemma3": dataclasses.replace(
+        CONFIG,
+        family="gemma3_text",
+        blocks=(LOCAL, LOCAL, FULL),
+        qk_norm=True,
+        final_logit_softcapping=30.0,
+        local_rope_theta=100.0,
+        rope_scaling=RopeScaling("linear", 8.0),
+        **GEMMA,
+    ),
+    "gemma3 scaled": dataclasses.replace(
+        CONFIG,
+        family="gemma3_text",
+        blocks=(LOCAL, FULL, LOCAL),
+        qk_norm=True,
+        qkv_bias=True,
+        o_bias=True,
+        local_rope_theta=100.0,
+        local_rope_scaling=RopeScaling("linear", 2.0),
+        **GEMMA,
+    ),
 }
 OWN = {
     "unlike widths": (BlockConfig("full", 1, 12), BlockConfig("full", 1, 20), BlockConfig("full", 2, 12)),
     "no attention": (BlockConfig("full", 1, 12), BlockConfig("none", 1, 12), BlockConfig("none", 1, 12)),
     "no FFN": (BlockConfig("full", 1, 0),) * 2,
     "parallel": (BlockConfig("full", 1, 12, parallel=True),) * 2,
+    "plain FFNs": (BlockConfig("full", 1, 12, ffn="plain"),) * 2,
+    "a window": (FULL, SLIDING),
 }
 
 
@@ -91,29 +144,49 @@ def test_what_a_family_cannot_express():
     assert "qwen2 does not have biases (qkv, o, mlp) (True, False, True)" in reasons(
         family="qwen2", qkv_bias=True, mlp_bias=True
     )
-    assert "'gemma2' is none of" in reasons(family="gemma2")
+    assert "'gemma' is none of" in reasons(family="gemma")
+    assert "gemma2 has post_norms True, not False" in reasons(family="gemma2")
+    assert "llama has qk_norm False, not True" in reasons(qk_norm=True)
+    assert "llama has no soft-cap on logits" in reasons(final_logit_softcapping=30.0)
+    assert "qwen3 has no soft-cap on attention" in reasons(family="qwen3", qk_norm=True, attn_logit_softcapping=5.0)
+    assert "llama has no query_pre_attn_scalar, not 16" in reasons(query_pre_attn_scalar=16)
+    assert "gemma2 has a whole query_pre_attn_scalar, not 1.5" in reasons(
+        family="gemma2", **{**GEMMA, "query_pre_attn_scalar": 1.5}
+    )
+    assert "mistral does not have sliding attention in some" in reasons(family="mistral", blocks=(FULL, SLIDING))
+    wider = dataclasses.replace(SLIDING, window=7)
+    assert "windows 5, 7 differ" in reasons(family="mistral", blocks=(wider, SLIDING))
+    assert "gemma3_text needs rotary" in reasons(family="gemma3_text", qk_norm=True, **GEMMA)
+    assert "rotates sliding blocks, and only those" in reasons(
+        family="gemma3_text", qk_norm=True, local_rope_theta=9.0, blocks=(FULL, SLIDING), **GEMMA
+    )
 
 
 def test_every_field_of_a_configuration_is_written():
     """A field added to ModelConfig must be taught to hf_config, or exports would lose it."""
     known = {"vocab_size", "hidden_size", "num_heads", "head_dim", "blocks", "max_position_embeddings", "rope_theta"}
     known |= {"rope_scaling", "rms_norm_eps", "hidden_act", "qkv_bias", "o_bias", "mlp_bias", "tie_word_embeddings"}
-    known |= {"family", "bos_token_id", "eos_token_ids", "pad_token_id"}
+    known |= {"family", "bos_token_id", "eos_token_ids", "pad_token_id", "qk_norm", "post_norms", "norm_offset"}
+    known |= {"embed_scale", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}
+    known |= {"local_rope_theta", "local_rope_scaling"}
     assert {field.name for field in dataclasses.fields(ModelConfig)} == known
     assert {field.name for field in dataclasses.fields(BlockConfig)} == {
         "attention",
         "num_kv_heads",
         "ffn_width",
         "parallel",
+        "window",
+        "local_rope",
+        "ffn",
     }
 
 
 def test_own_configurations_of_another_version_are_refused():
     raw = config_to_hf(dataclasses.replace(CONFIG, blocks=OWN["no FFN"]), "float32")
-    raw["lsfuse"]["q_norm"] = True
-    with pytest.raises(ValueError, match="q_norm"):
+    raw["lsfuse"]["alibi"] = True
+    with pytest.raises(ValueError, match="alibi"):
         config_from_hf(raw)
-    del raw["lsfuse"]["q_norm"], raw["lsfuse"]["vocab_size"]
+    del raw["lsfuse"]["alibi"], raw["lsfuse"]["vocab_size"]
     with pytest.raises(ValueError, match="vocab_size"):
         config_from_hf(raw)
 

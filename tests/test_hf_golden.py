@@ -70,7 +70,9 @@ def compare(name: str, bits: int) -> None:
 
 
 def test_the_families_are_there():
-    assert NAMES == ["linear_rope", "llama2_mha", "llama3_rope", "llama_sharded", "qwen2_bias", "smollm2_tied"]
+    llamas = ["linear_rope", "llama2_mha", "llama3_rope", "llama_sharded"]
+    others = ["mistral_window", "qwen2_bias", "qwen3_yarn", "smollm2_tied"]
+    assert NAMES == ["gemma2", "gemma3", *llamas, *others]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,13 +85,32 @@ def test_float64_agrees_with_transformers_without_its_float32_casts(name, x64):
     compare(name, 64)
 
 
-@pytest.mark.parametrize("name", ["linear_rope", "llama3_rope"])
-def test_rope_scaling_acts(name, x64):
-    """The golden values would prove nothing about a scaling that does nothing at these positions."""
+def without_windows(config):
+    blocks = tuple(dataclasses.replace(block, attention="full", window=None) for block in config.blocks)
+    return dataclasses.replace(config, blocks=blocks)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("linear_rope", dict(rope_scaling=None)),
+        ("llama3_rope", dict(rope_scaling=None)),
+        ("qwen3_yarn", dict(rope_scaling=None)),
+        ("qwen3_yarn", without_windows),
+        ("mistral_window", without_windows),
+        ("gemma2", dict(attn_logit_softcapping=None)),
+        ("gemma2", dict(final_logit_softcapping=None)),
+        ("gemma2", dict(query_pre_attn_scalar=None)),
+        ("gemma3", dict(local_rope_theta=10000.0)),
+        ("gemma3", without_windows),
+    ],
+)
+def test_every_feature_acts(name, change, x64):
+    """The golden values would prove nothing about a feature that does nothing at these positions."""
     config, params = load_hf(GOLDEN / name, dtype=jnp.float64)
     with np.load(GOLDEN / name / "golden.npz") as golden:
         ids, want = jnp.asarray(golden["ids"]), golden["logits64"]
-    plain = dataclasses.replace(config, rope_scaling=None)
+    plain = change(config) if callable(change) else dataclasses.replace(config, **change)
     unscaled = jax.jit(lambda params, ids: logits(params, plain, forward(params, plain, ids)))(params, ids)
     assert np.abs(np.asarray(unscaled) - want).max() > 1e-2
 
@@ -111,7 +132,7 @@ def test_export_of_the_import_is_the_original(name, tmp_path):
         assert read_rows(old, 0, old.shape[0]).tobytes() == read_rows(new, 0, new.shape[0]).tobytes()
 
 
-@pytest.mark.parametrize("name", ["llama3_rope", "linear_rope", "llama_sharded"])
+@pytest.mark.parametrize("name", ["llama3_rope", "linear_rope", "llama_sharded", "qwen3_yarn"])
 def test_both_spellings_of_rope_give_the_same_configuration(name, tmp_path):
     raw = json.loads((GOLDEN / name / "config.json").read_text())
     config = config_from_hf(raw)

@@ -33,6 +33,10 @@ def rope(theta, kind="default", **values):
 LLAMA3 = rope(
     3e4, "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128
 )
+YARN = rope(1e4, "yarn", factor=4.0, original_max_position_embeddings=32)
+BY_LAYER = dict(full_attention=rope(1e4, "linear", factor=8.0), sliding_attention=rope(100.0))
+GEMMA = dict(num_key_value_heads=2, head_dim=16, sliding_window=11, query_pre_attn_scalar=24)
+SLIDING = dict(num_key_value_heads=2, use_sliding_window=True, sliding_window=13, max_window_layers=1)
 MODELS = {
     "llama2": ("LlamaConfig", dict(rms_norm_eps=1e-5)),
     "llama3": ("LlamaConfig", dict(num_key_value_heads=2, head_dim=16, rope_parameters=LLAMA3)),
@@ -42,6 +46,28 @@ MODELS = {
     "qwen2": ("Qwen2Config", dict(num_key_value_heads=2, rope_parameters=rope(1e6))),
     "qwen2_tied": ("Qwen2Config", dict(num_key_value_heads=4, tie_word_embeddings=True)),
     "mistral_full": ("MistralConfig", dict(num_key_value_heads=2, sliding_window=None)),
+    "mistral": ("MistralConfig", dict(num_key_value_heads=2, sliding_window=9, rope_parameters=rope(1e4))),
+    "yarn": ("LlamaConfig", dict(num_key_value_heads=2, rope_parameters=YARN)),
+    "yarn_options": (
+        "MistralConfig",
+        dict(
+            num_key_value_heads=2,
+            rope_parameters=YARN | dict(beta_fast=16.0, beta_slow=2.0, attention_factor=1.3, truncate=False),
+        ),
+    ),
+    "qwen2_window": ("Qwen2Config", SLIDING),
+    "qwen3": ("Qwen3Config", dict(num_key_value_heads=2, head_dim=16)),
+    "qwen3_window": ("Qwen3Config", SLIDING | dict(head_dim=8, attention_bias=True, rope_parameters=YARN)),
+    "gemma2": ("Gemma2Config", GEMMA | dict(attn_logit_softcapping=4.0, final_logit_softcapping=5.0)),
+    "gemma2_uncapped": (
+        "Gemma2Config",
+        GEMMA | dict(attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False),
+    ),
+    "gemma3": ("Gemma3TextConfig", GEMMA | dict(num_hidden_layers=7, rope_parameters=BY_LAYER)),
+    "gemma3_layers": (
+        "Gemma3TextConfig",
+        GEMMA | dict(layer_types=["full_attention", "sliding_attention", "full_attention"], attention_bias=True),
+    ),
 }
 
 
@@ -60,10 +86,11 @@ def make(name: str, folder: pathlib.Path, dtype=torch.float32, **save):
     model = transformers.AutoModelForCausalLM.from_config(
         getattr(transformers, kind)(**BASE | change), attn_implementation="eager"
     )
+    gain = 0 if "Gemma" in kind else 1  # Gemma adds one itself
     for key, parameter in model.named_parameters():
         noise = torch.randn_like(parameter)
         fan_in = parameter.shape[-1] ** 0.5
-        parameter.data = 1 + 0.3 * noise if "norm" in key else 0.4 * noise if "embed" in key else noise / fan_in
+        parameter.data = gain + 0.3 * noise if "norm" in key else 0.4 * noise if "embed" in key else noise / fan_in
     model.to(dtype).save_pretrained(folder, **save)
     return model.eval()
 
@@ -131,6 +158,8 @@ def test_transformers_reads_the_export(tmp_path, name, dtype):
     kept = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"]
     kept += ["num_key_value_heads", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters"]
     kept += ["tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "attention_bias", "mlp_bias"]
+    kept += ["sliding_window", "layer_types", "query_pre_attn_scalar", "hidden_activation"]
+    kept += ["attn_logit_softcapping", "final_logit_softcapping"]
     for key in kept:
         if hasattr(model.config, key):
             assert getattr(again.config, key) == getattr(model.config, key), key

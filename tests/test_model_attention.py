@@ -9,7 +9,7 @@ from lsfuse.kernels import tail_attention
 from lsfuse.kernels.tail_attention import reference
 
 
-def plain(q, own_k, own_v, lengths, offset, k=None, v=None, prefix=0):
+def plain(q, own_k, own_v, lengths, offset, k=None, v=None, prefix=0, window=None, cap=None):
     """[B, T, N, H]; K/V of branch b: `prefix` shared keys [K, P, H], then its own. Zero where nothing is visible."""
     b, t, n, h = q.shape
     group = n // own_k.shape[1]
@@ -21,8 +21,11 @@ def plain(q, own_k, own_v, lengths, offset, k=None, v=None, prefix=0):
         if prefix:
             keys, values = (jnp.concatenate([s[:, :prefix], o], 1) for s, o in ((k, keys), (v, values)))
             visible = np.concatenate([np.ones((t, prefix), bool), visible], 1)
+        if window is not None:
+            visible &= np.arange(keys.shape[1]) > np.arange(t)[:, None] + prefix + offset - window
         keys, values = (jnp.repeat(x, group, 0) for x in (keys, values))
         scores = jnp.einsum("tnh,nsh->nts", q[i], keys) / np.sqrt(h)
+        scores = scores if cap is None else cap * jnp.tanh(scores / cap)
         p = jnp.where(visible, jnp.exp(scores - scores.max()), 0.0)
         total = p.sum(-1, keepdims=True)
         rows.append(jnp.einsum("nts,nsh->tnh", p / jnp.where(total == 0, 1.0, total), values))
@@ -80,10 +83,22 @@ CASES = [
 ]
 
 
+# A window of one key (the query's own), others inside the own part, across into the prefix, and beyond everything.
+WINDOWS = [(CASES[3], 1, None), (CASES[2], 3, 0.7), (CASES[3], 6, None), (CASES[4], 5, 0.7), (CASES[2], 2**30, 0.7)]
+
+
 @pytest.mark.parametrize(
-    ("tiles", "case"), [(None, CASES[2]), (None, CASES[4]), *((t, c) for c in CASES for t in [(3, 4, 2)])], ids=str
+    ("tiles", "case", "window", "cap"),
+    [
+        (None, CASES[2], None, None),
+        (None, CASES[4], None, None),
+        (None, CASES[3], 6, 0.7),
+        *(((3, 4, 2), case, None, None) for case in CASES),
+        *(((3, 4, 2), *case) for case in WINDOWS),
+    ],
+    ids=str,
 )
-def test_forward_and_backward(x64, monkeypatch, tiles, case):
+def test_forward_and_backward(x64, monkeypatch, tiles, case, window, cap):
     """NaN in every padding position; a layer of a stacked state; cotangents of the prefix added in place."""
     b, t, n, kv, h, s, p, length, offset, lengths = case
     if tiles:
@@ -104,21 +119,27 @@ def test_forward_and_backward(x64, monkeypatch, tiles, case):
     args = (to_api(q, kv), *map(to_api, padded))
     start = [np.random.default_rng(1).standard_normal((3, kv, p, h)) for _ in range(2)]
 
-    def both(q, own_k, own_v, do, down):
-        o, lse = tail_attention.forward(q, own_k, own_v, lengths, prefix, own_offset=offset)
-        back = tail_attention.backward(q, own_k, own_v, lengths, prefix, o, lse, do, down, own_offset=offset)
+    def both(q, own_k, own_v, do, down, window=window):
+        how = {"own_offset": offset, "rule": tail_attention.Rule(window, None, cap)}
+        o, lse = tail_attention.forward(q, own_k, own_v, lengths, prefix, **how)
+        back = tail_attention.backward(q, own_k, own_v, lengths, prefix, o, lse, do, down, **how)
         return o, lse, back
 
     def expected(q, own_k, own_v, k, v, do):
         o, pull = jax.vjp(
-            lambda q, ok, ov, k, v: plain(q, ok, ov, lengths, offset, k, v, length), q, own_k, own_v, k, v
+            lambda q, ok, ov, k, v: plain(q, ok, ov, lengths, offset, k, v, length, window, cap), q, own_k, own_v, k, v
         )
         return o, pull(do)
 
     o, lse, (dq, dk, dv, down) = jax.jit(both)(*args, to_api(do, kv), tuple(start))
     want, pulled = jax.jit(expected)(q, own_k, own_v, k[layer], v[layer], do)
     np.testing.assert_allclose(from_api(o), want, rtol=1e-12, atol=1e-12)
-    unseen = np.asarray([[min(length + max(0, min(i + offset + 1, m)), 1) == 0 for i in range(t)] for m in lengths])
+    unseen = np.ones((b, t), bool)
+    for i, j in np.ndindex(b, t):
+        for key in range(length + s):
+            own = key - length
+            seen = key < length or (own <= j + offset and own < lengths[i])
+            unseen[i, j] &= not (seen and (window is None or key > length + j + offset - window))
     hidden = from_api(np.isneginf(lse))
     np.testing.assert_array_equal(hidden, np.broadcast_to(unseen[..., None], hidden.shape))
 
@@ -128,6 +149,34 @@ def test_forward_and_backward(x64, monkeypatch, tiles, case):
         added = np.asarray(got) - base
         np.testing.assert_allclose(added[layer, :, :length], wanted[:, :length], rtol=1e-10, atol=1e-12)
         assert not added[[0, 2]].any() and not added[layer, :, length:].any()
+
+
+def test_tiles_before_the_window_are_not_read(x64, monkeypatch):
+    """NaN there would show: masks come after the product. Of the prefix, its differentiable part, and the own keys."""
+    for name, size in (("TILE", 4), ("ROWS", 6), ("OWN_TILE", 2)):
+        monkeypatch.setattr(reference, name, size)
+    (q, own_k, own_v), (k, v), do = arrays(0, 2, 3, 4, 2, 4, 9, 20, layers=1)
+    window, length, offset = 8, 17, 5
+    seen = length + offset - window + 1  # by query 0: position 15, so prefix tiles 0 to 2; later queries see less
+    k[:, :, : seen // 4 * 4] = v[:, :, : seen // 4 * 4] = np.nan
+    lengths, zeros = np.asarray([9, 8], np.int32), (jnp.zeros((1, 2, 20, 4)),) * 2
+    how = {"own_offset": offset, "rule": tail_attention.Rule(jnp.int32(window))}
+
+    @jax.jit
+    def run(q, own_k, own_v, k, v):
+        prefix = tail_attention.Prefix(k, v, jnp.int32(0), jnp.int32(length), jnp.int32(6))
+        o, lse = tail_attention.forward(q, own_k, own_v, lengths, prefix, **how)
+        return o, tail_attention.backward(q, own_k, own_v, lengths, prefix, o, lse, to_api(do, 2), zeros, **how)
+
+    args = to_api(q, 2), to_api(own_k), to_api(own_v)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(run(*args, k, v)))
+    # A window that the own part outgrows: query 2 of the last tile sees keys from 5 on.
+    own_k[:, :, :4] = own_v[:, :, :4] = np.nan
+    args = to_api(np.tile(q, (1, 2, 1, 1))[:, :4], 2), to_api(own_k), to_api(own_v), lengths
+    how = {"own_offset": 5, "rule": tail_attention.Rule(jnp.int32(2))}
+    o, lse = jax.jit(lambda *args: tail_attention.forward(*args, None, **how))(*args)
+    back = jax.jit(lambda *args: tail_attention.backward(*args, **how))(*args, None, o, lse, jnp.ones(o.shape))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((o, back)))
 
 
 @pytest.mark.parametrize("constant", [0, 5, 9])

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import families
 import helpers
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from lsfuse import model
 from lsfuse.model import BlockConfig, ModelConfig, RopeScaling
 from lsfuse.model.rope import inverse_frequencies, rope_tables
 
-MODELS = {"tiny": helpers.TINY, "mixed": helpers.MIXED, "hollow": helpers.HOLLOW}
+MODELS = {"tiny": helpers.TINY, "mixed": helpers.MIXED, "hollow": helpers.HOLLOW, **families.FAMILIES}
 LENGTHS = (9, 4, 1)
 
 
@@ -69,7 +70,14 @@ def token_loss(config, params, ids, lengths, forward):
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [("tiny", "everything_saveable"), ("mixed", "nothing_saveable"), ("hollow", "dots_with_no_batch_dims_saveable")],
+    [
+        ("tiny", "everything_saveable"),
+        ("mixed", "nothing_saveable"),
+        ("hollow", "dots_with_no_batch_dims_saveable"),
+        ("gemma2", "dots_with_no_batch_dims_saveable"),
+        ("gemma3", "nothing_saveable"),
+        ("plain", "everything_saveable"),
+    ],
 )
 def test_gradient_by_jax_grad(x64, name, policy):
     config, params = MODELS[name], helpers.random_params(MODELS[name])
@@ -127,6 +135,8 @@ SCALINGS = {
     "linear": RopeScaling("linear", 4.0),
     "llama3": RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
     "llama3-short": RopeScaling("llama3", 2.0, 2.0, 8.0, 99),
+    "yarn": RopeScaling("yarn", 4.0, original_max_position=4096),
+    "yarn-exact": RopeScaling("yarn", 40.0, original_max_position=99, beta_fast=9.0, beta_slow=0.5, truncate=False),
 }
 
 
@@ -135,6 +145,14 @@ def test_rotary_frequencies(scaling):
     config = helpers.tiny(head_dim=64, rope_theta=500000.0, rope_scaling=scaling)
     want = oracle.rotary_frequencies(64, 500000.0, scaling)
     np.testing.assert_allclose(inverse_frequencies(config), want, rtol=1e-14)
+    local = helpers.tiny(head_dim=64, local_rope_theta=500000.0, local_rope_scaling=scaling)
+    np.testing.assert_allclose(inverse_frequencies(local, local=True), want, rtol=1e-14)
+    tables = rope_tables(config, jnp.arange(9), jnp.float32)
+    both = rope_tables(local, jnp.arange(9), jnp.float32)
+    for table, pair, f in zip(tables, both, (np.cos, np.sin), strict=True):
+        values = oracle.rotary_length(scaling) * f(np.arange(9)[:, None] * want)
+        np.testing.assert_allclose(table, values, atol=1e-6)
+        np.testing.assert_array_equal(pair[1], table)
 
 
 def test_rotary_tables_at_two_million_positions():
@@ -179,6 +197,10 @@ def test_runs_are_of_equal_blocks():
     assert [n for _, n in config.runs] == [2, 1, 1]
     assert [model.locate_block(config, i) for i in range(4)] == [(0, 0), (0, 1), (1, 0), (2, 0)]
     assert config.last_attention_block == 3 and config.num_blocks == 4
+    windows = (BlockConfig("sliding", 2, 8, window=5), full, BlockConfig("sliding", 2, 8, window=7, local_rope=True))
+    alternating = helpers.tiny(blocks=(none, *windows), local_rope_theta=100.0)
+    assert [n for _, n in alternating.runs] == [1, 3]
+    assert alternating.members(1) == windows and alternating.members(0) == (none,)
     for bad in (-1, 4):
         with pytest.raises(IndexError, match=f"block {bad} is out of range.*0 to 3"):
             model.locate_block(config, bad)
@@ -217,7 +239,14 @@ def test_misfits_are_named():
         ({"hidden_act": "swish"}, "'swish'.*silu"),
         ({"blocks": ()}, "at least one block"),
         ({"blocks": (BlockConfig("full", 3, 8),)}, "block 0: num_kv_heads 3 must divide the 4"),
-        ({"blocks": (BlockConfig("sliding", 2, 8),)}, "block 0: attention 'sliding'.*full"),
+        ({"blocks": (BlockConfig("local", 2, 8),)}, "block 0: attention 'local'.*full, sliding"),
+        ({"blocks": (BlockConfig("sliding", 2, 8),)}, "block 0: window None.*'sliding'"),
+        ({"blocks": (BlockConfig("full", 2, 8, window=3),)}, "block 0: window 3.*'full'"),
+        ({"blocks": (BlockConfig("sliding", 2, 8, window=0),)}, "block 0: window must be at least 1.*0"),
+        ({"blocks": (BlockConfig("full", 2, 8, local_rope=True),)}, "block 0: local_rope.*local_rope_theta"),
+        ({"blocks": (BlockConfig("full", 2, 8, ffn="moe"),)}, "block 0: ffn 'moe'.*gated, plain"),
+        ({"attn_logit_softcapping": 0.0}, "attn_logit_softcapping must be positive or None, got 0.0"),
+        ({"embed_scale": 0.0}, "embed_scale must be positive, got 0.0"),
         ({"blocks": (BlockConfig("full", 2, -1),)}, "block 0: ffn_width.*-1"),
     ],
 )
@@ -228,7 +257,8 @@ def test_bad_configs(changes, message):
 
 def test_bad_rope_scaling():
     for args, message in (
-        (("yarn", 2.0), "'yarn' is not supported.*llama3, linear"),
+        (("dynamic", 2.0), "'dynamic' is not supported.*llama3, linear, yarn"),
+        (("yarn", 2.0, 1.0, 4.0, 8192, 1.0, 1.0), "beta_slow < beta_fast, got 1.0 and 1.0"),
         (("linear", 0.0), "factor must be positive, got 0.0"),
         (("llama3", 8.0, 4.0, 4.0), "low_freq_factor < high_freq_factor"),
     ):

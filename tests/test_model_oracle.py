@@ -1,7 +1,9 @@
 """The oracle against a forward pass in plain numpy, one token at a time, and against finite differences of it."""
 
+import dataclasses
 import math
 
+import families
 import helpers
 import jax
 import numpy as np
@@ -11,8 +13,12 @@ import pytest
 from lsfuse.model.config import RopeScaling
 
 
-def _rms(x, gain, eps):
-    return gain * x / math.sqrt(float(np.mean(np.square(x))) + eps)
+def _rms(x, gain, config):
+    return (gain + config.norm_offset) * x / math.sqrt(float(np.mean(np.square(x))) + config.rms_norm_eps)
+
+
+def _cap(x, cap):
+    return x if cap is None else cap * np.tanh(x / cap)
 
 
 def _activate(x, name):
@@ -45,34 +51,47 @@ def token_by_token(config, params, ids, constants=None, fixed=0):
         for model in models:  # the last one's keys and values stay in the cache
             for entries in cache:
                 del entries[position:]
-            x = model["embed_tokens"][token]
+            x = config.embed_scale * model["embed_tokens"][token]
             for block, p, entries in zip(config.blocks, oracle.split_blocks(config, model), cache, strict=True):
                 source = x
                 if block.attention != "none":
                     x = x + _attend(config, block, p, source, entries, position)
                 if block.ffn_width:
-                    h = _rms(source if block.parallel else x, p["post_attention_layernorm"], config.rms_norm_eps)
-                    gate = _activate(_linear(h, p, "gate_proj"), config.hidden_act)
-                    x = x + _linear(gate * _linear(h, p, "up_proj"), p, "down_proj")
+                    before = p["pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"]
+                    h = _rms(source if block.parallel else x, before, config)
+                    if block.ffn == "plain":
+                        y = _linear(_activate(_linear(h, p, "fc_in"), config.hidden_act), p, "fc_out")
+                    else:
+                        gate = _activate(_linear(h, p, "gate_proj"), config.hidden_act)
+                        y = _linear(gate * _linear(h, p, "up_proj"), p, "down_proj")
+                    x = x + (_rms(y, p["post_feedforward_layernorm"], config) if config.post_norms else y)
         head = model["embed_tokens"].T if config.tie_word_embeddings else model["lm_head"]
-        out.append(_rms(x, model["norm"], config.rms_norm_eps) @ head)
+        out.append(_cap(_rms(x, model["norm"], config) @ head, config.final_logit_softcapping))
     return np.asarray(out)
 
 
 def _attend(config, block, p, x, entries, position):
-    h = _rms(x, p["input_layernorm"], config.rms_norm_eps)
+    h = _rms(x, p["input_layernorm"], config)
     size = config.head_dim
-    freqs = oracle.rotary_frequencies(size, config.rope_theta, config.rope_scaling)
-    q = _linear(h, p, "q_proj").reshape(-1, size)
-    k = np.asarray([_turn(head, position, freqs) for head in _linear(h, p, "k_proj").reshape(-1, size)])
+    rope = (config.rope_theta, config.rope_scaling)
+    if block.local_rope:
+        rope = (config.local_rope_theta, config.local_rope_scaling)
+    freqs, length = oracle.rotary_frequencies(size, *rope), oracle.rotary_length(rope[1])
+    q, k = (_linear(h, p, name).reshape(-1, size) for name in ("q_proj", "k_proj"))
+    if config.qk_norm:
+        q, k = ([_rms(head, p[norm], config) for head in heads] for heads, norm in ((q, "q_norm"), (k, "k_norm")))
+    k = np.asarray([length * _turn(head, position, freqs) for head in k])
     entries.append((k, _linear(h, p, "v_proj").reshape(-1, size)))
+    entries = entries[-block.window :] if block.attention == "sliding" else entries
     heads = []
     for n in range(config.num_heads):
         kv = n * block.num_kv_heads // config.num_heads
-        scores = np.asarray([_turn(q[n], position, freqs) @ k[kv] for k, _ in entries]) / math.sqrt(size)
+        scores = np.asarray([length * _turn(q[n], position, freqs) @ k[kv] for k, _ in entries])
+        scores = _cap(scores / math.sqrt(config.query_pre_attn_scalar or size), config.attn_logit_softcapping)
         weights = np.exp(scores - scores.max())
         heads.append(sum(w * v[kv] for w, (_, v) in zip(weights / weights.sum(), entries, strict=True)))
-    return _linear(np.concatenate(heads), p, "o_proj")
+    y = _linear(np.concatenate(heads), p, "o_proj")
+    return _rms(y, p["post_attention_layernorm"], config) if config.post_norms else y
 
 
 def _log_softmax(x):
@@ -83,7 +102,9 @@ def _log_softmax(x):
 ACTIVATIONS = [helpers.tiny(hidden_act=act, blocks=helpers.TINY.blocks[:1]) for act in ("gelu", "relu")]
 
 
-@pytest.mark.parametrize("config", [helpers.TINY, helpers.MIXED, helpers.HOLLOW, *ACTIVATIONS])
+@pytest.mark.parametrize(
+    "config", [helpers.TINY, helpers.MIXED, helpers.HOLLOW, *ACTIVATIONS, *families.FAMILIES.values()]
+)
 def test_logits_equal_numpy(config):
     params = helpers.random_params(config)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, 9)
@@ -100,6 +121,20 @@ def test_rotary_frequencies():
     scaled = oracle.rotary_frequencies(8, 10000.0, RopeScaling("llama3", 8.0, 1.0, 4.0, 100))
     blend = (100 / (2 * math.pi / 0.1) - 1) / 3
     np.testing.assert_allclose(scaled, [1.0, 0.1 * ((1 - blend) / 8 + blend), 0.01 / 8, 0.001 / 8], rtol=1e-14)
+
+
+def test_yarn_frequencies():
+    """Within 1000 positions the pairs turn 159, 15.9, 1.6 and 0.16 times: pair log10(1000 / 2πr) turns r times."""
+    plain = oracle.rotary_frequencies(8, 10000.0, None)
+    first, last = math.log10(1000 / (2 * math.pi * 20)), math.log10(1000 / (2 * math.pi * 0.5))
+    for truncate, (low, high) in {True: (0, 3), False: (first, last)}.items():
+        assert (math.floor(first), math.ceil(last)) == (0, 3)
+        slow = np.clip((np.arange(4) - low) / (high - low), 0, 1)
+        scaling = RopeScaling("yarn", 4.0, original_max_position=1000, beta_fast=20, beta_slow=0.5, truncate=truncate)
+        want = plain * (1 - slow) + plain / 4 * slow
+        np.testing.assert_allclose(oracle.rotary_frequencies(8, 10000.0, scaling), want, rtol=1e-13)
+    assert oracle.rotary_length(scaling) == pytest.approx(1 + 0.1 * math.log(4), rel=1e-14)
+    assert oracle.rotary_length(dataclasses.replace(scaling, attention_factor=1.5)) == 1.5
 
 
 def test_per_token_logps_and_entropies():
@@ -140,7 +175,9 @@ def _directional(config, params, batch, prefix_grad, direction, step):
 
 
 @pytest.mark.parametrize("prefix_grad", ["exact", "stop", 3, 64])
-@pytest.mark.parametrize("config", [helpers.TINY, helpers.MIXED], ids=["tiny", "mixed"])
+@pytest.mark.parametrize(
+    "config", [helpers.TINY, helpers.MIXED, families.FAMILIES["gemma2"]], ids=["tiny", "mixed", "gemma2"]
+)
 def test_gradient_equals_finite_differences(x64, config, prefix_grad):
     params = helpers.random_params(config, 3)
     batch = helpers.make_batch(config, (6, 4), ((2, 2, 0), (4,)), None, silent=())

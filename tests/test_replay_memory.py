@@ -3,6 +3,7 @@
 Nothing is run: steps are lowered from shapes. State: K and V of every attention block, per prompt token.
 """
 
+import dataclasses
 import functools
 import math
 import re
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from lsfuse import model, replay
-from lsfuse.model.config import ModelConfig, param_shapes, uniform_blocks
+from lsfuse.model.config import BlockConfig, ModelConfig, param_shapes, uniform_blocks
 from lsfuse.replay.batch import Batch
 
 CONFIG = ModelConfig(
@@ -57,8 +58,8 @@ def compiled(name, config, prompt, branches=2, response=64, groups=1, dense=Fals
     return step.lower(*shapes_of(config, groups, prompt, branches, response)).compile()
 
 
-def temp(name, prompt, **static):
-    step = compiled(name, CONFIG, prompt, chunk_size=CHUNK, branch_batch=1, **static)
+def temp(name, prompt, config=CONFIG, **static):
+    step = compiled(name, config, prompt, chunk_size=CHUNK, branch_batch=1, **static)
     return step.memory_analysis().temp_size_in_bytes
 
 
@@ -98,10 +99,30 @@ def test_slope_of_other_programs(name, per_token, static):
     check_slope(name, per_token, **static)
 
 
-def kept_bytes(policy):
+def kept_bytes(policy, config=CONFIG):
     """Of a prompt of LONG tokens."""
     geometry = replay.make_geometry(replay.Options(chunk_size=CHUNK), LONG, 2, 64)
-    return replay.kept_bytes(CONFIG, policy, geometry, jnp.float32)
+    return replay.kept_bytes(config, policy, geometry, jnp.float32)
+
+
+# Full and sliding attention in turn, two rotary bases, post-norms, soft-caps: 8 blocks of CONFIG's shapes.
+ALTERNATING = dataclasses.replace(
+    CONFIG,
+    blocks=(BlockConfig("sliding", 2, 128, window=100, local_rope=True), BlockConfig("full", 2, 128)) * 4,
+    qk_norm=True,
+    post_norms=True,
+    attn_logit_softcapping=5.0,
+    final_logit_softcapping=5.0,
+    local_rope_theta=100.0,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["recompute", "keep"])
+def test_an_alternating_model_holds_no_more(keep):
+    """The state of its sliding blocks is as long as that of the others; norms after attention and FFN keep an input."""
+    kept = kept_bytes("everything_saveable", ALTERNATING) / (LONG - 1) if keep == "keep" else 0
+    check_slope("plain_grpo", 2 * STATE + kept, config=ALTERNATING, prefix_activations=keep)
 
 
 @pytest.mark.slow

@@ -354,3 +354,31 @@ def test_truncated_and_missing_group_files(tmp_path):
         JsonlGroups(write(tmp_path, ""))
     with pytest.raises(FileNotFoundError, match="nothing"):
         JsonlGroups(tmp_path / "nothing")
+
+
+def test_preference_pairs(tmp_path):
+    """Pairs become responses chosen, rejected, …: of ids, of text, one or several."""
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(
+        '{"prompt_ids": [1, 2], "chosen": [3, 4], "rejected": [5]}\n'
+        '{"prompt_ids": [1], "chosen": [[3], [4]], "rejected": [[5], [6, 7]]}\n'
+    )
+    one, two = JsonlGroups(file)
+    assert [r.tolist() for r in one.completion_ids] == [[3, 4], [5]]
+    assert [r.tolist() for r in two.completion_ids] == [[3], [5], [4], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"prompt_ids": [1], "chosen": [3]}', "line 1: field 'rejected' is missing"),
+        ('{"prompt_ids": [1], "chosen": [[3], [4]], "rejected": [[5]]}', "2 chosen but 1 rejected"),
+        ('{"prompt_ids": [1], "chosen": [3], "rejected": [5], "response_ids": [[3]]}', "or response_ids, not both"),
+        ('{"prompt_ids": [1], "chosen": 3, "rejected": [5]}', "'chosen' must be a text, a list"),
+        ('{"prompts": [[1], [2]], "chosen": [3], "rejected": [5]}', "row 1 differs from row 0"),
+    ],
+)
+def test_bad_pairs_are_named(tmp_path, line, message):
+    (tmp_path / "pairs.jsonl").write_text(line)
+    with pytest.raises(ValueError, match=message):
+        JsonlGroups(tmp_path / "pairs.jsonl")

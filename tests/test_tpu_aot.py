@@ -4,6 +4,7 @@ libtpu (extra `[tpu]`) compiles for a topology that environment variables descri
 is another question; that it is legal for the chip, and what memory it needs there, is settled here.
 """
 
+import dataclasses
 import importlib.util
 import os
 
@@ -14,7 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lsfuse import replay, rl
-from lsfuse.model import ModelConfig, param_shapes, uniform_blocks
+from lsfuse.model import BlockConfig, ModelConfig, param_shapes, uniform_blocks
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,6 +28,20 @@ pytestmark = [
 V5P_HBM_BYTES = 95.74 * 2**30
 MODEL = ModelConfig(
     vocab_size=1024, hidden_size=256, num_heads=4, head_dim=64, blocks=uniform_blocks(2, 2, 512), family="llama"
+)
+# Gemma's features: alternating windows in one run, two rotary bases, soft-caps, norms around everything.
+GEMMA = dataclasses.replace(
+    MODEL,
+    blocks=(BlockConfig("sliding", 2, 512, window=300, local_rope=True), BlockConfig("full", 2, 512)),
+    qk_norm=True,
+    post_norms=True,
+    norm_offset=1.0,
+    embed_scale=16.0,
+    query_pre_attn_scalar=64.0,
+    attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
+    local_rope_theta=10000.0,
+    tie_word_embeddings=True,
 )
 GROUPS, BRANCHES, PROMPT, RESPONSE = 2, 4, 1024, 128
 
@@ -65,16 +80,25 @@ def abstract_batch(sharding: NamedSharding) -> replay.Batch:
 
 # Each takes about half a minute to compile.
 @pytest.mark.parametrize(
-    "prefix_grad, dtype", [("exact", jnp.float32), ("exact", jnp.bfloat16), (65, jnp.float32), ("stop", jnp.bfloat16)]
+    "model, prefix_grad, dtype",
+    [
+        (MODEL, "exact", jnp.float32),
+        (MODEL, "exact", jnp.bfloat16),
+        (MODEL, 65, jnp.float32),
+        (MODEL, "stop", jnp.bfloat16),
+        (GEMMA, "exact", jnp.bfloat16),
+        (GEMMA, 65, jnp.float32),
+    ],
+    ids=["exact-f32", "exact-bf16", "n-f32", "stop-bf16", "gemma-exact-bf16", "gemma-n-f32"],
 )
-def test_replay_step_compiles_for_a_chip(one_chip, prefix_grad, dtype):
+def test_replay_step_compiles_for_a_chip(one_chip, model, prefix_grad, dtype):
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, dtype, sharding=one_chip),
-        param_shapes(MODEL),
+        param_shapes(model),
         is_leaf=lambda x: isinstance(x, tuple),
     )
     step = replay.value_and_grad(
-        rl.grpo(), MODEL, prefix_grad=prefix_grad, chunk_size=256, prefix_activations="recompute"
+        rl.grpo(), model, prefix_grad=prefix_grad, chunk_size=256, prefix_activations="recompute"
     )
     compiled = jax.jit(step).lower(params, abstract_batch(one_chip)).compile()
     memory = compiled.memory_analysis()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lsfuse import data
-from lsfuse.train.rollout import evaluate, pad_prompts, roll_out
+from lsfuse.train.rollout import evaluate, fill_up, pad_prompts, roll_out
 
 TOKENIZER = data.SymbolTokenizer(["<pad>", ".", "a", "b", "STOP"], "<pad>", ".", hidden=("<pad>",))
 PAD, DOT, A, B, STOP = range(5)
@@ -97,3 +97,18 @@ def test_evaluation_uses_every_prompt_once():
     assert evaluated(Repeat(), says([A, DOT]), num_prompts=2)[0]["reward"] == pytest.approx(1 / 2)
     with pytest.raises(ValueError, match="held-out split is empty"):
         evaluated(Repeat(count=0), says([A]))
+
+
+def test_filling_up_with_groups_whose_rewards_differ():
+    """Of the first batch only prompt 1 has spread; of the second, prompts 0 and 2 of three."""
+    first = rolled(Repeat(), says([A, DOT, -1], [A, A, A]), (1, 4, 0))
+    second = rolled(Repeat(), says([A, A, DOT], [DOT, -1, -1]), (0, 4, 2))
+    np.testing.assert_array_equal(first.spread, [True, False, False])
+    np.testing.assert_array_equal(second.spread, [True, False, True])
+    out = fill_up(first, second)
+    assert [len(e["prompt_ids"]) for e in out.examples] == [2, 1, 3]
+    np.testing.assert_array_equal(out.batch.prompt_lengths, [2, 1, 3])
+    np.testing.assert_array_equal(out.rewards, [[1, 0], [0, 1], [1, 0]])
+    assert out.spread.all() and out.texts[0] == first.texts[0] and out.texts[1] == second.texts[0]
+    kept = fill_up(first, rolled(Repeat(), says([A, A, A], [A, A, A]), (0, 4, 2)))
+    np.testing.assert_array_equal(kept.rewards, first.rewards)

@@ -31,10 +31,40 @@ class Prefix:
     constant: Array | None = None
 
 
+@struct.dataclass
+class Rule:
+    """How a query weighs the keys before it.
+
+    window: int32 scalar W, None for all keys: a query sees itself and the W - 1 keys before it (Mistral 7B, arXiv
+        2310.06825). Prefix key s stands at position s, own key j at `prefix.length` + j, query t at `prefix.length` +
+        own_offset + t. Tiles that no query of theirs can see are not read.
+    scale: of the products; None is 1 / sqrt(H).
+    softcap: c of c · tanh(score / c) (Gemma 2, arXiv 2408.00118); None leaves scores as they are.
+    """
+
+    window: Array | None = None
+    scale: float | None = struct.field(pytree_node=False, default=None)
+    softcap: float | None = struct.field(pytree_node=False, default=None)
+
+    def times(self, q: Array) -> Array:
+        """q [..., H] scaled."""
+        return q * (q.shape[-1] ** -0.5 if self.scale is None else self.scale)
+
+
+PLAIN = Rule()
+
+
 def forward(
-    q: Array, own_k: Array, own_v: Array, own_lengths: Array, prefix: Prefix | None, *, own_offset: Array | int = 0
+    q: Array,
+    own_k: Array,
+    own_v: Array,
+    own_lengths: Array,
+    prefix: Prefix | None,
+    *,
+    own_offset: Array | int = 0,
+    rule: Rule = PLAIN,
 ) -> tuple[Array, Array]:
-    """softmax(q · K / sqrt(H)) V over the prefix and each branch's own keys.
+    """softmax(q · K / sqrt(H)) V over the prefix and each branch's own keys, or as `rule` says.
 
     Args:
       q: [K, B, T, g, H].
@@ -46,10 +76,12 @@ def forward(
     and lse = -inf.
     """
     _check(q, own_k, own_v, own_lengths, prefix)
-    scaled = q * q.shape[-1] ** -0.5
-    o, lse = reference.own_forward(scaled, own_k, own_v, own_lengths, own_offset)
+    scaled = rule.times(q)
+    o, lse = reference.own_forward(scaled, own_k, own_v, own_lengths, own_offset, rule.window, rule.softcap)
     if prefix is not None:
-        o2, lse2 = reference.prefix_forward(scaled, prefix.k, prefix.v, prefix.layer, prefix.length)
+        seen = _first_seen(prefix, own_offset, rule)
+        args = (scaled, prefix.k, prefix.v, prefix.layer, prefix.length)
+        o2, lse2 = reference.prefix_forward(*args, seen, rule.softcap)
         o, lse = reference.merge(o2, lse2, o, lse)
     return o.astype(q.dtype), lse
 
@@ -66,6 +98,7 @@ def backward(
     dprefix: tuple[Array, Array] | None = None,
     *,
     own_offset: Array | int = 0,
+    rule: Rule = PLAIN,
 ) -> tuple[Array, Array, Array, tuple[Array, Array] | None]:
     """Cotangents of `forward` from its saved output and log-sum-exp.
 
@@ -75,22 +108,29 @@ def backward(
     Returns: (dq, dk_own, dv_own, dprefix).
     """
     _check(q, own_k, own_v, own_lengths, prefix)
-    scale = q.shape[-1] ** -0.5
-    scaled = q * scale
+    scaled = rule.times(q)
     delta = jnp.sum(o.astype(lse.dtype) * do.astype(lse.dtype), -1)
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
-    dq, dk, dv = reference.own_backward(scaled, own_k, own_v, own_lengths, own_offset, do, lse, delta)
+    own = (scaled, own_k, own_v, own_lengths, own_offset)
+    dq, dk, dv = reference.own_backward(*own, do, lse, delta, rule.window, rule.softcap)
     if prefix is not None:
         args = (scaled, prefix.k, prefix.v, prefix.layer)
+        how = {"seen": _first_seen(prefix, own_offset, rule), "softcap": rule.softcap}
         constant = prefix.length if dprefix is None else prefix.constant
         if constant is not None:
             constant = jnp.minimum(constant, prefix.length)
-            dq = dq + reference.prefix_backward(*args, 0, constant, do, lse, delta)[0]
+            dq = dq + reference.prefix_backward(*args, 0, constant, do, lse, delta, **how)[0]
         if dprefix is not None:
             lo = 0 if constant is None else constant
-            more, dk_prefix, dv_prefix = reference.prefix_backward(*args, lo, prefix.length, do, lse, delta, *dprefix)
+            back = (do, lse, delta, *dprefix)
+            more, dk_prefix, dv_prefix = reference.prefix_backward(*args, lo, prefix.length, *back, **how)
             dq, dprefix = dq + more, (dk_prefix, dv_prefix)
-    return (dq * scale).astype(q.dtype), dk.astype(own_k.dtype), dv.astype(own_v.dtype), dprefix
+    return rule.times(dq).astype(q.dtype), dk.astype(own_k.dtype), dv.astype(own_v.dtype), dprefix
+
+
+def _first_seen(prefix: Prefix, own_offset: Array | int, rule: Rule) -> Array | None:
+    """The first key of the prefix that query 0 sees (may be negative); None where it sees all of them."""
+    return None if rule.window is None else prefix.length + own_offset - rule.window + 1
 
 
 def _check(q, own_k, own_v, own_lengths, prefix):

@@ -4,7 +4,7 @@ Only tiles of at most TILE keys × ROWS rows of scores exist at a time. Arrays a
 query heads per kv head, so that the rows of all branches and of a kv head's query heads form one tall tile without
 being moved: each prefix tile is read once per group and never repeated per branch. Loop bounds are dynamic (lengths
 are data); keys outside the valid range are masked, and their K/V zeroed, so that whatever fills the padding changes
-nothing.
+nothing. A window raises the lower bounds: tiles that no query sees any more are not read.
 
 Score tiles are [rows, keys] forward and [keys, rows] backward: with these layouts no product contracts the leading
 dimension of its left operand, which is slow on CPUs, except two whose small operand is transposed first.
@@ -60,15 +60,15 @@ def _online_start(q: Array):
 # --- the prefix: no causal structure, so rows of all branches are alike ---------------------------------------------
 
 
-def _row_tiles(x: Array, rest: int) -> tuple[Array, int]:
-    """[K, B, T, g, ...] with `rest` trailing axes → [tiles, K, rows, ...], padded, and the rows before padding."""
+def _row_tiles(x: Array, rest: int, fill: int = 0) -> tuple[Array, int]:
+    """[K, B, T, g, ...] with `rest` trailing axes → [tiles, K, rows, ...], padded with `fill`, and the rows before."""
     kv_heads, count, tail = x.shape[0], x.shape[1] * x.shape[2] * x.shape[3], x.shape[x.ndim - rest :]
     x = x.reshape(kv_heads, count, *tail)
     tiles = -(-count // ROWS)
     if tiles == 1:
         return x[None], count
     rows = -(-count // tiles)
-    x = jnp.pad(x, [(0, 0), (0, tiles * rows - count)] + [(0, 0)] * rest)
+    x = jnp.pad(x, [(0, 0), (0, tiles * rows - count)] + [(0, 0)] * rest, constant_values=fill)
     return jnp.moveaxis(x.reshape(kv_heads, tiles, rows, *tail), 1, 0), count
 
 
@@ -106,24 +106,47 @@ def _prefix_tile(k: Array, v: Array, layer, start, j, tile: int, lo, hi):
     return jnp.where(mask[:, None], kt, 0), jnp.where(mask[:, None], vt, 0), mask
 
 
-def prefix_forward(q: Array, k: Array, v: Array, layer, length) -> tuple[Array, Array]:
-    """Scaled queries [K, B, T, g, H] over keys 0 … length - 1 of `layer` in k, v [L, K, P, H]: (o, lse)."""
+def _first_keys(q: Array, seen) -> Array | None:
+    """The first key that every row sees, as row tiles [tiles, rows], if query 0 sees keys from `seen` on."""
+    if seen is None:
+        return None
+    first = jnp.asarray(seen, jnp.int32) + jnp.arange(q.shape[2], dtype=jnp.int32)
+    beyond = jnp.iinfo(first.dtype).max  # padding: must not lower the first tile
+    return _row_tiles(jnp.broadcast_to(first[:, None], (1, *q.shape[1:4])), 0, beyond)[0][:, 0]
+
+
+def _lower(first, start, tile: int):
+    """The first tile, counted from `start`, that a row which sees keys from `first` on may need."""
+    return 0 if first is None else jnp.maximum(first.min() - start, 0) // tile
+
+
+def prefix_forward(q: Array, k: Array, v: Array, layer, length, seen=None, softcap=None) -> tuple[Array, Array]:
+    """Scaled queries [K, B, T, g, H] over keys 0 … length - 1 of `layer` in k, v [L, K, P, H]: (o, lse).
+
+    seen: the first key that query 0 sees, query t seeing keys from `seen` + t on; None: all keys.
+    """
     size = k.shape[2]
     tile = min(TILE, size)
 
-    def row_tile(_, qt):
+    def row_tile(_, xs):
+        qt, first = xs
+
         def step(j, carry):
-            kt, vt, mask = _prefix_tile(k, v, layer, jnp.minimum(j * tile, size - tile), j, tile, 0, length)
+            start = jnp.minimum(j * tile, size - tile)
+            kt, vt, mask = _prefix_tile(k, v, layer, start, j, tile, 0, length)
+            if first is not None:
+                mask = mask & (start + jnp.arange(tile) >= first[:, None])
             scores = jnp.einsum("krh,ksh->krs", qt, kt, preferred_element_type=_accumulator(qt))
-            return _online(carry, scores + _bias(mask, qt), vt)
+            return _online(carry, _capped(scores, softcap) + _bias(mask, qt), vt)
 
-        return None, _normalise(*lax.fori_loop(0, _tiles(length, tile), step, _online_start(qt)))
+        bound = _tiles(length, tile)
+        return None, _normalise(*lax.fori_loop(_lower(first, 0, tile), bound, step, _online_start(qt)))
 
-    _, (o, lse) = _over_tiles(row_tile, None, _row_tiles(q, 1)[0])
+    _, (o, lse) = _over_tiles(row_tile, None, (_row_tiles(q, 1)[0], _first_keys(q, seen)))
     return _from_row_tiles(o, q.shape), _from_row_tiles(lse, q.shape[:4])
 
 
-def prefix_backward(q, k, v, layer, lo, hi, do, lse, delta, dk=None, dv=None):
+def prefix_backward(q, k, v, layer, lo, hi, do, lse, delta, dk=None, dv=None, *, seen=None, softcap=None):
     """Cotangents of `prefix_forward` over keys lo … hi - 1.
 
     dk, dv: None if these keys are constants; else buffers [L, K, S, H] into which the cotangents of keys lo … are
@@ -134,14 +157,17 @@ def prefix_backward(q, k, v, layer, lo, hi, do, lse, delta, dk=None, dv=None):
     tile = min(TILE, room)
 
     def row_tile(carry, xs):
-        qt, dot, lset, deltat = xs
+        qt, dot, lset, deltat, first = xs
 
         def step(j, carry):
             dq, dk, dv = carry
             at = jnp.minimum(j * tile, room - tile)
             start = jnp.minimum(lo + j * tile, size - tile) if dk is None else lo + at
             kt, vt, mask = _prefix_tile(k, v, layer, start, j, tile, lo, hi)
-            p, ds = _scores_backward("ksh,krh->ksr", kt, vt, qt, dot, lset, deltat, _bias(mask, qt)[:, None])
+            mask = mask[:, None]
+            if first is not None:
+                mask = mask & ((start + jnp.arange(tile))[:, None] >= first)
+            p, ds = _scores_backward("ksh,krh->ksr", kt, vt, qt, dot, lset, deltat, _bias(mask, qt), softcap)
             dq = dq + _product("khs,ksr->khr", _transposed(kt), ds)
             if dk is not None:
                 dk = _add_tile(dk, _product("ksr,krh->ksh", ds, qt), layer, at)
@@ -149,11 +175,11 @@ def prefix_backward(q, k, v, layer, lo, hi, do, lse, delta, dk=None, dv=None):
             return dq, dk, dv
 
         zero = jnp.zeros((qt.shape[0], qt.shape[2], qt.shape[1]), _accumulator(qt))
-        dq, dk, dv = lax.fori_loop(0, _tiles(hi - lo, tile), step, (zero, *carry))
+        dq, dk, dv = lax.fori_loop(_lower(first, lo, tile), _tiles(hi - lo, tile), step, (zero, *carry))
         return (dk, dv), dq.mT
 
     tiles = tuple(_row_tiles(x, rest)[0] for x, rest in ((q, 1), (do, 1), (lse, 0), (delta, 0)))
-    (dk, dv), dq = _over_tiles(row_tile, (dk, dv), tiles)
+    (dk, dv), dq = _over_tiles(row_tile, (dk, dv), (*tiles, _first_keys(q, seen)))
     return _from_row_tiles(dq, q.shape), dk, dv
 
 
@@ -184,43 +210,47 @@ def _from_own_layout(x: Array, shape: tuple[int, ...]) -> Array:
     return x.reshape(*shape[:2], -1, *shape[3:])[:, :, : shape[2]]
 
 
-def _own_bounds(i, q_tile: int, k_tile: int, lengths, offset):
-    """How many key tiles query tile i needs."""
-    return _tiles(jnp.minimum((i + 1) * q_tile + offset, lengths.max()), k_tile)
+def _own_bounds(i, q_tile: int, k_tile: int, lengths, offset, window):
+    """The key tiles that query tile i needs: first, and one past the last."""
+    first = 0 if window is None else jnp.maximum(i * q_tile + offset - window + 1, 0) // k_tile
+    return first, _tiles(jnp.minimum((i + 1) * q_tile + offset, lengths.max()), k_tile)
 
 
-def _own_tile(k, v, i, j, q_tile, k_tile, group, lengths, offset):
+def _own_tile(k, v, i, j, q_tile, k_tile, group, lengths, offset, window):
     """Key tile j [K, B, keys, H] with zeroed padding, its start, and the mask [B, rows, keys] of query tile i."""
     start = jnp.minimum(j * k_tile, k.shape[2] - k_tile)
     keys = start + jnp.arange(k_tile)
     valid = (keys >= j * k_tile) & (keys < lengths[:, None])
     queries = i * q_tile + jnp.arange(q_tile * group) // group
     mask = (keys <= queries[:, None] + offset) & valid[:, None, :]
+    if window is not None:
+        mask &= keys > queries[:, None] + offset - window
     kt, vt = (lax.dynamic_slice_in_dim(x, start, k_tile, 2) for x in (k, v))
     kt, vt = (jnp.where(valid[:, :, None], x, 0) for x in (kt, vt))
     return kt, vt, start, mask
 
 
-def own_forward(q: Array, k: Array, v: Array, lengths: Array, offset) -> tuple[Array, Array]:
-    """Scaled queries [K, B, T, g, H] over each branch's own keys [K, B, S, H]: query t sees keys j ≤ t + offset."""
+def own_forward(q: Array, k: Array, v: Array, lengths: Array, offset, window=None, softcap=None) -> tuple[Array, Array]:
+    """Scaled queries [K, B, T, g, H] over each branch's own keys [K, B, S, H]: query t sees keys j ≤ t + offset, and of
+    them the last `window`."""
     group, q_tile, k_tile = q.shape[3], min(q.shape[2], OWN_TILE), min(k.shape[2], OWN_TILE)
 
     def query_tile(i, qt):
         def step(j, carry):
-            kt, vt, _, mask = _own_tile(k, v, i, j, q_tile, k_tile, group, lengths, offset)
+            kt, vt, _, mask = _own_tile(k, v, i, j, q_tile, k_tile, group, lengths, offset, window)
             scores = jnp.einsum("kbrh,kbsh->kbrs", qt, kt, preferred_element_type=_accumulator(q))
-            return _online(carry, scores + _bias(mask, q), vt)
+            return _online(carry, _capped(scores, softcap) + _bias(mask, q), vt)
 
         if k.shape[2] == k_tile:
             return i + 1, _normalise(*step(0, _online_start(qt)))
-        bound = _own_bounds(i, q_tile, k_tile, lengths, offset)
-        return i + 1, _normalise(*lax.fori_loop(0, bound, step, _online_start(qt)))
+        first, bound = _own_bounds(i, q_tile, k_tile, lengths, offset, window)
+        return i + 1, _normalise(*lax.fori_loop(first, bound, step, _online_start(qt)))
 
     _, (o, lse) = _over_tiles(query_tile, jnp.int32(0), _own_layout(q, q_tile))
     return _from_own_layout(o, q.shape), _from_own_layout(lse, q.shape[:4])
 
 
-def own_backward(q, k, v, lengths, offset, do, lse, delta) -> tuple[Array, Array, Array]:
+def own_backward(q, k, v, lengths, offset, do, lse, delta, window=None, softcap=None) -> tuple[Array, Array, Array]:
     """Cotangents (dq of the scaled queries, dk, dv) of `own_forward`."""
     group, q_tile, k_tile = q.shape[3], min(q.shape[2], OWN_TILE), min(k.shape[2], OWN_TILE)
     acc = _accumulator(q)
@@ -231,8 +261,8 @@ def own_backward(q, k, v, lengths, offset, do, lse, delta) -> tuple[Array, Array
 
         def step(j, carry):
             dq, dk, dv = carry
-            kt, vt, start, mask = _own_tile(k, v, i, j, q_tile, k_tile, group, lengths, offset)
-            p, ds = _scores_backward("kbsh,kbrh->kbsr", kt, vt, qt, dot, lset, deltat, _bias(mask, qt).mT)
+            kt, vt, start, mask = _own_tile(k, v, i, j, q_tile, k_tile, group, lengths, offset, window)
+            p, ds = _scores_backward("kbsh,kbrh->kbsr", kt, vt, qt, dot, lset, deltat, _bias(mask, qt).mT, softcap)
             dq = dq + _product("kbhs,kbsr->kbhr", _transposed(kt), ds)
             dk, dv = (
                 lax.dynamic_update_slice_in_dim(
@@ -249,7 +279,8 @@ def own_backward(q, k, v, lengths, offset, do, lse, delta) -> tuple[Array, Array
         if k.shape[2] == k_tile:
             dq, dk, dv = step(0, init)
         else:
-            dq, dk, dv = lax.fori_loop(0, _own_bounds(i, q_tile, k_tile, lengths, offset), step, init)
+            first, bound = _own_bounds(i, q_tile, k_tile, lengths, offset, window)
+            dq, dk, dv = lax.fori_loop(first, bound, step, init)
         return (i + 1, dk, dv), dq.mT
 
     init = (jnp.int32(0), jnp.zeros(k.shape, acc), jnp.zeros(v.shape, acc))
@@ -275,9 +306,14 @@ def _product(spec: str, a: Array, b: Array) -> Array:
     return jnp.einsum(spec, a.astype(dtype), b.astype(dtype), preferred_element_type=_accumulator(a))
 
 
-def _scores_backward(spec: str, k, v, q, do, lse, delta, bias):
-    """Probabilities and cotangents of the scores, both [..., keys, rows]."""
-    scores = jnp.einsum(spec, k, q, preferred_element_type=_accumulator(q))
+def _capped(scores: Array, softcap: float | None) -> Array:
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def _scores_backward(spec: str, k, v, q, do, lse, delta, bias, softcap):
+    """Probabilities and cotangents of the products (scores before a soft-cap), both [..., keys, rows]."""
+    scores = _capped(jnp.einsum(spec, k, q, preferred_element_type=_accumulator(q)), softcap)
     p = jnp.exp(scores + bias - lse[..., None, :])
     dp = jnp.einsum(spec, v, do.astype(v.dtype), preferred_element_type=_accumulator(q))
-    return p, p * (dp - delta[..., None, :])
+    ds = p * (dp - delta[..., None, :])
+    return p, ds if softcap is None else ds * (1 - (scores / softcap) ** 2)

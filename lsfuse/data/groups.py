@@ -10,7 +10,10 @@ One group a line:
      "old_logps": [[-0.1], [-0.2, -0.3]],             optional: log-probs of the policy that sampled
      "ref_logps": [[-0.1], [-0.2, -0.3]]}             optional: of the reference
 
-Log-probs may be null where the mask is 0.
+Log-probs may be null where the mask is 0. Preferences (for DPO) may also be written as pairs, one or several of one
+prompt; they become responses chosen, rejected, chosen, …:
+
+    {"prompt": "…", "chosen": "…" | ["…", "…"], "rejected": "…" | ["…", "…"]}
 """
 
 import pathlib
@@ -24,6 +27,7 @@ from lsfuse.data.jsonl import parse_line
 from lsfuse.data.task import Tokenizer
 
 _FIELDS = {"prompt", "prompt_ids", "prompts", "responses", "response_ids", "rewards", "masks", "old_logps", "ref_logps"}
+_FIELDS |= {"chosen", "rejected"}
 _LABELS = {"completion_masks": "masks", "old_per_token_logps": "old_logps", "ref_per_token_logps": "ref_logps"}
 
 
@@ -100,6 +104,7 @@ class JsonlGroups(Sequence):
         row = parse_line(where, line)
         if unknown := sorted(row.keys() - _FIELDS):
             raise ValueError(f"{where}: unknown field {unknown[0]!r}; known: {', '.join(sorted(_FIELDS))}")
+        row = _pairs_to_responses(where, row)
         responses = self._responses(where, row)
         masks = _rows(where, row, "masks")
         group = Group(
@@ -167,6 +172,29 @@ class JsonlGroups(Sequence):
         if self.tokenizer is None:
             raise ValueError(f"{where}: field {field!r} is text, but JsonlGroups was given no tokenizer")
         return np.array(self.tokenizer.encode(text), np.int64)
+
+
+def _pairs_to_responses(where: str, row: dict[str, Any]) -> dict[str, Any]:
+    """`row` with "chosen" and "rejected" laid out as "responses" or "response_ids"."""
+    if not {"chosen", "rejected"} & row.keys():
+        return row
+    if clash := {"responses", "response_ids"} & row.keys():
+        raise ValueError(f"{where}: give pairs (chosen, rejected) or {sorted(clash)[0]}, not both")
+    if missing := [f for f in ("chosen", "rejected") if f not in row]:
+        raise ValueError(f"{where}: field {missing[0]!r} is missing; a preference has chosen and rejected")
+    both = []
+    for field in ("chosen", "rejected"):
+        value = row[field]
+        one = isinstance(value, str) or (isinstance(value, list) and all(type(v) is int for v in value))
+        both.append([value] if one else value)
+        if not isinstance(both[-1], list):
+            raise ValueError(f"{where}: field {field!r} must be a text, a list of ids or a list of those; got {value}")
+    chosen, rejected = both
+    if len(chosen) != len(rejected):
+        raise ValueError(f"{where}: {len(chosen)} chosen but {len(rejected)} rejected responses; they are pairs")
+    responses = [r for pair in zip(chosen, rejected, strict=True) for r in pair]
+    field = "responses" if all(isinstance(r, str) for r in responses) else "response_ids"
+    return {**{k: v for k, v in row.items() if k not in ("chosen", "rejected")}, field: responses}
 
 
 def _short(value: Any) -> str:

@@ -16,23 +16,20 @@ from lsfuse.fusion.analysis import (
     replacement_scores,
 )
 from lsfuse.fusion.evaluate import evaluate
+from lsfuse.fusion.fuse import fuse_ffn, reverse, wide_ffn
 from lsfuse.fusion.planner import Choice, Infeasible, apply_plan, attention_free_runs, fusion_spans, solve
 from lsfuse.fusion.surgery import (
-    Transform,
-    block_sources,
     chain,
     cut,
-    fuse_ffn,
     prune_ffn,
     reduce_kv_heads,
     remove_attention,
     remove_blocks,
     remove_ffn,
     replace_spans,
-    reverse,
-    wide_ffn,
 )
 from lsfuse.fusion.texts import Texts, from_lists, windows
+from lsfuse.fusion.tree import Transform, block_sources
 
 __all__ = [
     "Choice",

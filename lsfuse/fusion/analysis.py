@@ -15,11 +15,12 @@ import numpy as np
 import tqdm
 
 from lsfuse.fusion.forward import embed_texts, kl_divergence, over_chunks, run_from
-from lsfuse.fusion.surgery import Transform, check_spans, cut, remove_attention, remove_ffn
+from lsfuse.fusion.surgery import cut, remove_attention, remove_ffn
 from lsfuse.fusion.texts import Texts
-from lsfuse.model.blocks import block_forward
+from lsfuse.fusion.tree import Transform, check_spans
+from lsfuse.model.blocks import at_block, block_forward
 from lsfuse.model.config import ModelConfig
-from lsfuse.model.layers import ffn_activation
+from lsfuse.model.layers import ffn_activation, ffn_boundaries
 from lsfuse.model.params import unstack_blocks
 from lsfuse.model.transformer import block_params, make_tokens
 from lsfuse.types import Array, Params
@@ -99,7 +100,7 @@ def dependency(
 @functools.partial(jax.jit, static_argnums=0)
 def _outputs(config: ModelConfig, params: Params, ids: Array, lengths: Array) -> Array:
     """[L + 1, B, T, D]: the embedding, and every block's output."""
-    x = embed_texts(params, ids, lengths)
+    x = embed_texts(params, config, ids, lengths)
     return jnp.concatenate([x[None], run_from(params, config, x, lengths, 0)[1]])
 
 
@@ -212,8 +213,10 @@ def _kl_replaced(config, part, params, runs, outputs, lengths, first, after) -> 
 def ffn_importance(
     config: ModelConfig, params: Params, texts: Texts, batch_size: int = 1, progress: bool = False
 ) -> list[np.ndarray | None]:
-    """What every FFN channel contributes: mean |activation| over tokens · ‖its row of down_proj‖₂, float64 [F] a block
-    (None without FFN). Source: Puzzle (arXiv 2411.19146), "channel contribution"."""
+    """What every FFN channel contributes: mean |activation| over tokens · ‖its row of the last projection‖₂.
+
+    Source: Puzzle (arXiv 2411.19146), "channel contribution". Returns: float64 [F] a block, None without FFN.
+    """
     totals: list[np.ndarray | None] = [np.zeros(b.ffn_width) if b.has_ffn else None for b in config.blocks]
     batches = list(texts.batches(batch_size))
     for ids, lengths in tqdm.tqdm(batches, desc="importance", disable=None if progress else True, unit="batch"):
@@ -225,7 +228,8 @@ def ffn_importance(
     def weighed(total: np.ndarray | None, leaves: dict[str, Array]) -> np.ndarray | None:
         if total is None:
             return None
-        rows = np.linalg.norm(np.asarray(leaves["down_proj"]).astype(np.float64), axis=1)
+        last = leaves["fc_out"] if "fc_out" in leaves else leaves["down_proj"]
+        rows = np.linalg.norm(np.asarray(last).astype(np.float64), axis=1)
         return total / texts.num_tokens * rows
 
     return [weighed(t, p) for t, p in zip(totals, unstack_blocks(config, params), strict=True)]
@@ -236,14 +240,16 @@ def _activation_sums(config: ModelConfig, params: Params, ids: Array, lengths: A
     """Σ |activation| over tokens, [blocks of a run, F] a run ([blocks, 0] without FFN)."""
     tokens = make_tokens(config, 0, ids.shape[1], lengths, params["embed_tokens"].dtype)
     valid = (jnp.arange(ids.shape[1]) < lengths[:, None])[..., None]
-    x, sums = embed_texts(params, ids, lengths), []
+    x, sums = embed_texts(params, config, ids, lengths), []
     for r, (block, count) in enumerate(config.runs):
 
-        def body(x, layer, r=str(r), block=block):
-            x, saved = block_forward(config, block, block_params(params, r, layer), x, tokens, None)
+        def body(x, layer, r=r, block=block):
+            here = at_block(config, r, layer, tokens)
+            x, saved = block_forward(config, block, block_params(params, str(r), layer), x, here, None)
             if not block.has_ffn:
                 return x, jnp.zeros(0)
-            active = jnp.abs(ffn_activation(config, saved["gate"], saved["up"]).astype(jnp.float32))
+            active = ffn_activation(config, *(saved[name] for name in ffn_boundaries(block)))
+            active = jnp.abs(active.astype(jnp.promote_types(active.dtype, jnp.float32)))
             return x, jnp.sum(jnp.where(valid, active, 0.0), (0, 1))
 
         x, found = jax.lax.scan(body, x, jnp.arange(count))

@@ -77,5 +77,5 @@ def _sums(configs: tuple[ModelConfig, ...], params: Any, ids: Array, lengths: Ar
 
 def final_hidden(params: Params, config: ModelConfig, ids: Array, lengths: Array) -> Array:
     """[B · T, D] after the last block."""
-    x = embed_texts(params, ids, lengths)
+    x = embed_texts(params, config, ids, lengths)
     return run_from(params, config, x, lengths, 0)[0].reshape(-1, config.hidden_size)

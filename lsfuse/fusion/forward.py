@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lsfuse.model.blocks import block_forward
+from lsfuse.model.blocks import at_block, block_forward
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.layers import rms_norm
 from lsfuse.model.transformer import block_params, embed, logits, make_tokens
@@ -23,9 +23,10 @@ def run_from(params: Params, config: ModelConfig, x: Array, lengths: Array, firs
     start = 0
     for r, (block, count) in enumerate(config.runs):
 
-        def body(layer, carry, r=str(r), block=block, start=start):
+        def body(layer, carry, r=r, block=block, start=start):
             x, outputs = carry
-            x, _ = block_forward(config, block, block_params(params, r, layer), x, tokens, None)
+            here = at_block(config, r, layer, tokens)
+            x, _ = block_forward(config, block, block_params(params, str(r), layer), x, here, None)
             return x, lax.dynamic_update_index_in_dim(outputs, x, start + layer, 0)
 
         x, outputs = lax.fori_loop(jnp.clip(first - start, 0, count), count, body, (x, outputs))
@@ -33,9 +34,9 @@ def run_from(params: Params, config: ModelConfig, x: Array, lengths: Array, firs
     return x, outputs
 
 
-def embed_texts(params: Params, ids: Array, lengths: Array) -> Array:
+def embed_texts(params: Params, config: ModelConfig, ids: Array, lengths: Array) -> Array:
     """[B, T, D]."""
-    return embed(params, ids, jnp.arange(ids.shape[1]) < lengths[:, None])
+    return embed(params, config, ids, jnp.arange(ids.shape[1]) < lengths[:, None])
 
 
 def over_chunks(params_list, config_list, hidden_list, fn, *more: Array):
@@ -53,7 +54,7 @@ def over_chunks(params_list, config_list, hidden_list, fn, *more: Array):
     def one(xs):
         hidden, rest = xs
         out = [
-            logits(p, c, rms_norm(h, p["norm"], c.rms_norm_eps))
+            logits(p, c, rms_norm(c, h, p["norm"]))
             for p, c, h in zip(params_list, config_list, hidden, strict=True)
         ]
         return fn(*out, *rest)

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from scipy import optimize, sparse
 
-from lsfuse.fusion.surgery import Transform, replace_spans
+from lsfuse.fusion.surgery import replace_spans
+from lsfuse.fusion.tree import Transform
 from lsfuse.model.config import ModelConfig
 
 

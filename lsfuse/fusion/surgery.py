@@ -12,22 +12,26 @@ Every illegal request raises before any array is touched, naming block and reaso
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
+from lsfuse.fusion.tree import (
+    Leaves,
+    Transform,
+    block_indices,
+    block_ranges,
+    block_sources,
+    check_range,
+    check_spans,
+    leaves_of,
+    rebuild,
+    widened,
+)
 from lsfuse.model.config import BlockConfig, ModelConfig
-from lsfuse.model.layers import ATTENTION_IN, ATTENTION_OUT, FFN_IN, FFN_OUT
-from lsfuse.model.params import check_params, stack_blocks, unstack_blocks
+from lsfuse.model.layers import FFN_IN
+from lsfuse.model.params import stack_blocks, unstack_blocks
 from lsfuse.types import Array, Params
-
-Leaves = dict[str, Array]
-Transform = Callable[[ModelConfig, Params], tuple[ModelConfig, Params]]
-
-_ATTENTION = (*ATTENTION_IN, *ATTENTION_OUT)
-_FFN = (*FFN_IN, *FFN_OUT)
-NORMS = ("fold", "last")
 
 
 def chain(*transforms: Transform) -> Transform:
@@ -46,46 +50,47 @@ def remove_attention(blocks: Iterable[int]) -> Transform:
 
     Raises: ValueError for a block out of range, given twice, or without attention.
     """
-    chosen = _indices("remove_attention", blocks)
+    chosen = block_indices("remove_attention", blocks)
 
-    def change(index: int, block: BlockConfig, leaves: Leaves) -> tuple[BlockConfig, Leaves]:
+    def change(config: ModelConfig, index: int, block: BlockConfig, leaves: Leaves) -> tuple[BlockConfig, Leaves]:
         if not block.has_attention:
             raise ValueError(f"remove_attention: block {index} has no attention")
-        block = dataclasses.replace(block, attention="none", num_kv_heads=1, parallel=False)
-        return block, _without(leaves, _ATTENTION)
+        block = dataclasses.replace(block.structure, attention="none", num_kv_heads=1, parallel=False)
+        return block, leaves_of(config, block, leaves)
 
     return _each("remove_attention", chosen, change)
 
 
 def remove_ffn(blocks: Iterable[int]) -> Transform:
     """Blocks lose their FFN. Raises: ValueError as `remove_attention`."""
-    chosen = _indices("remove_ffn", blocks)
+    chosen = block_indices("remove_ffn", blocks)
 
-    def change(index: int, block: BlockConfig, leaves: Leaves) -> tuple[BlockConfig, Leaves]:
+    def change(config: ModelConfig, index: int, block: BlockConfig, leaves: Leaves) -> tuple[BlockConfig, Leaves]:
         if not block.has_ffn:
             raise ValueError(f"remove_ffn: block {index} has no FFN")
-        return dataclasses.replace(block, ffn_width=0, parallel=False), _without(leaves, _FFN)
+        block = dataclasses.replace(block, ffn_width=0, parallel=False, ffn="gated")
+        return block, leaves_of(config, block, leaves)
 
     return _each("remove_ffn", chosen, change)
 
 
 def remove_blocks(blocks: Iterable[int]) -> Transform:
     """Blocks go, and those behind them move up. Raises: ValueError if none would be left."""
-    chosen = _indices("remove_blocks", blocks)
+    chosen = block_indices("remove_blocks", blocks)
 
     def apply(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
-        _check_range("remove_blocks", chosen, config)
+        check_range("remove_blocks", chosen, config)
         if len(chosen) == config.num_blocks:
             raise ValueError(f"remove_blocks: all {config.num_blocks} blocks are named; a model needs at least one")
         kept = [i for i in range(config.num_blocks) if i not in chosen]
         parts, sources = unstack_blocks(config, params), block_sources(config)
-        return _rebuild(
+        return rebuild(
             config,
             params,
             [config.blocks[i] for i in kept],
             [parts[i] for i in kept],
             [sources[i] for i in kept],
-            f"remove_blocks({_text(chosen)})",
+            f"remove_blocks({block_ranges(chosen)})",
         )
 
     return apply
@@ -97,14 +102,14 @@ def reduce_kv_heads(num_kv_heads: int, blocks: Iterable[int] | None = None) -> T
 
     Raises: ValueError where the number does not divide a block's.
     """
-    chosen = None if blocks is None else _indices("reduce_kv_heads", blocks)
+    chosen = None if blocks is None else block_indices("reduce_kv_heads", blocks)
 
     def apply(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
         mine = chosen
         if mine is None:
             mine = tuple(i for i, b in enumerate(config.blocks) if b.has_attention)
 
-        def change(index: int, block: BlockConfig, leaves: Leaves) -> tuple[BlockConfig, Leaves]:
+        def change(config: ModelConfig, index: int, block: BlockConfig, leaves: Leaves) -> tuple[BlockConfig, Leaves]:
             if not block.has_attention:
                 raise ValueError(f"reduce_kv_heads: block {index} has no attention")
             if num_kv_heads < 1 or block.num_kv_heads % num_kv_heads:
@@ -115,7 +120,7 @@ def reduce_kv_heads(num_kv_heads: int, blocks: Iterable[int] | None = None) -> T
             def pool(leaf: Array) -> Array:
                 rest = leaf.shape[:-1]
                 heads = leaf.reshape(*rest, num_kv_heads, block.num_kv_heads // num_kv_heads, config.head_dim)
-                return _wide(heads).mean(-2).reshape(*rest, -1).astype(leaf.dtype)
+                return widened(heads).mean(-2).reshape(*rest, -1).astype(leaf.dtype)
 
             names = [n for n in ("k_proj", "v_proj", "k_proj_bias", "v_proj_bias") if n in leaves]
             pooled = {n: pool(leaves[n]) for n in names}
@@ -139,7 +144,7 @@ def prune_ffn(
     """
     if not isinstance(keep, dict) and not 0 < keep <= 1:
         raise ValueError(f"prune_ffn: keep must be in (0, 1], got {keep}")
-    chosen = None if blocks is None else _indices("prune_ffn", blocks)
+    chosen = None if blocks is None else block_indices("prune_ffn", blocks)
 
     def apply(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
         if len(importance) != config.num_blocks:
@@ -148,7 +153,7 @@ def prune_ffn(
         if mine is None:
             mine = tuple(sorted(keep)) if isinstance(keep, dict) else _with_ffn(config)
 
-        def change(index: int, block: BlockConfig, leaves: Leaves) -> tuple[BlockConfig, Leaves]:
+        def change(config: ModelConfig, index: int, block: BlockConfig, leaves: Leaves) -> tuple[BlockConfig, Leaves]:
             scores, width = importance[index], block.ffn_width
             if not width or scores is None or np.shape(scores) != (width,):
                 shape = None if scores is None else np.shape(scores)
@@ -157,97 +162,11 @@ def prune_ffn(
             if not 1 <= count <= width:
                 raise ValueError(f"prune_ffn: block {index} has {width} channels, {count} cannot be kept")
             channels = np.sort(np.argsort(-np.asarray(scores, np.float64), kind="stable")[:count])
-            new = {n: leaves[n][..., channels] for n in (*FFN_IN[1:],) if n in leaves}
-            new["down_proj"] = leaves["down_proj"][channels]
+            new = {n: leaves[n][..., channels] for n in FFN_IN if n in leaves}
+            new |= {n: leaves[n][channels] for n in ("down_proj", "fc_out") if n in leaves}
             return dataclasses.replace(block, ffn_width=count), leaves | new
 
         return _each(f"prune_ffn({keep if not isinstance(keep, dict) else 'widths'})", mine, change)(config, params)
-
-    return apply
-
-
-def fuse_ffn(spans: Iterable[tuple[int, int]], norm: str = "fold") -> Transform:
-    """The FFNs of every span (first, last), inclusive, become one wide FFN: gates ‖ gates, ups ‖ ups, downs stacked.
-
-    Source: FFN Fusion (arXiv 2503.18908), sec. 3. The wide layer is exactly the sum of its members, all reading the
-    residual stream at the span's start; that they read it there, and not one after another, is the approximation.
-    norm: "fold": each member's RMSNorm gain is multiplied into its gate and up kernels, in float32 and rounded once,
-    which is exact; "last": all share the gain of the span's last member (the paper's). The first member may keep its
-    attention, which runs before the sum.
-
-    Raises: ValueError for spans that overlap, descend or run out of range, a member without FFN, one after the first
-    that has attention, a first member whose attention and FFN are parallel.
-    """
-    given = [(int(a), int(b)) for a, b in spans]
-    if norm not in NORMS:
-        raise ValueError(f"fuse_ffn: norm {norm!r} is unknown; valid: {', '.join(NORMS)}")
-
-    def apply(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
-        ordered = check_spans("fuse_ffn", given, config)
-        for first, last in ordered:
-            _check_members("fuse_ffn", config, first, last)
-        parts, sources = unstack_blocks(config, params), block_sources(config)
-        starts = dict(ordered)
-        blocks: list[BlockConfig] = []
-        leaves: list[Leaves] = []
-        origin: list[tuple[int, ...]] = []
-        i = 0
-        while i < config.num_blocks:
-            last = starts.get(i, i)
-            width = sum(b.ffn_width for b in config.blocks[i : last + 1])
-            blocks.append(dataclasses.replace(config.blocks[i], ffn_width=width) if last > i else config.blocks[i])
-            leaves.append(wide_ffn(parts[i : last + 1], norm) if last > i else parts[i])
-            origin.append(tuple(s for part in sources[i : last + 1] for s in part))
-            i = last + 1
-        note = ", ".join(f"{a}-{b}" for a, b in ordered)
-        return _rebuild(config, params, blocks, leaves, origin, f"fuse_ffn({note}; norm={norm})")
-
-    return apply
-
-
-def wide_ffn(members: Sequence[Leaves], norm: str = "fold") -> Leaves:
-    """The leaves of one block from those of a span's: FFNs joined, everything else the first's."""
-    gain = "post_attention_layernorm"
-    joined = {n: v for n, v in members[0].items() if n not in _FFN}
-    kernels = [dict(m) for m in members]
-    if norm == "fold":
-        for m in kernels:
-            for name in ("gate_proj", "up_proj"):
-                m[name] = (_wide(m[name]) * _wide(m[gain])[:, None]).astype(m[name].dtype)
-        joined[gain] = jnp.ones_like(members[0][gain])
-    else:
-        joined[gain] = members[-1][gain]
-    for name in ("gate_proj", "up_proj", "gate_proj_bias", "up_proj_bias"):
-        if name in kernels[0]:
-            joined[name] = jnp.concatenate([m[name] for m in kernels], -1)
-    joined["down_proj"] = jnp.concatenate([m["down_proj"] for m in kernels], 0)
-    if "down_proj_bias" in kernels[0]:
-        total = jnp.stack([_wide(m["down_proj_bias"]) for m in kernels]).sum(0)
-        joined["down_proj_bias"] = total.astype(kernels[0]["down_proj_bias"].dtype)
-    return joined
-
-
-def reverse(spans: Iterable[tuple[int, int]]) -> Transform:
-    """The FFNs of every span in the opposite order: the control whose cost predicts that of fusing.
-
-    Raises: ValueError as `fuse_ffn`.
-    """
-    given = [(int(a), int(b)) for a, b in spans]
-
-    def apply(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
-        ordered = check_spans("reverse", given, config)
-        for first, last in ordered:
-            _check_members("reverse", config, first, last)
-        parts, sources = unstack_blocks(config, params), block_sources(config)
-        blocks, leaves, origin = list(config.blocks), list(parts), list(sources)
-        for first, last in ordered:
-            for i in range(first, last + 1):
-                other = parts[first + last - i]
-                leaves[i] = _without(parts[i], _FFN) | {n: v for n, v in other.items() if n in _FFN}
-                blocks[i] = dataclasses.replace(blocks[i], ffn_width=config.blocks[first + last - i].ffn_width)
-                origin[i] = sources[first + last - i]
-        note = ", ".join(f"{a}-{b}" for a, b in ordered)
-        return _rebuild(config, params, blocks, leaves, origin, f"reverse({note})")
 
     return apply
 
@@ -292,101 +211,21 @@ def replace_spans(replacements: Iterable[tuple[int, int, Transform | None]]) -> 
                 origin += [tuple(s for i in of for s in sources[first + i]) for of in block_sources(made[0])]
         if not blocks:
             raise ValueError("replace_spans: no block would be left; a model needs at least one")
-        return _rebuild(config, params, blocks, leaves, origin, "; ".join(notes))
+        return rebuild(config, params, blocks, leaves, origin, "; ".join(notes))
 
     return apply
-
-
-# --- checks and rebuilding --------------------------------------------------------------------------------------------
-
-
-def block_sources(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """Of which blocks of the original model each block is made."""
-    return config.sources or tuple((i,) for i in range(config.num_blocks))
-
-
-def check_spans(name: str, spans: Sequence[tuple[int, int]], config: ModelConfig) -> list[tuple[int, int]]:
-    """The spans in order. Raises ValueError where they overlap, descend or run out of range."""
-    ordered = sorted(spans)
-    for first, last in ordered:
-        if first > last:
-            raise ValueError(f"{name}: span {first}-{last} descends; spans are (first, last), inclusive")
-        if first < 0 or last >= config.num_blocks:
-            raise ValueError(f"{name}: span {first}-{last} is out of range; the model has {config.num_blocks} blocks")
-    for (a, b), (c, d) in zip(ordered, ordered[1:], strict=False):
-        if c <= b:
-            raise ValueError(f"{name}: spans {a}-{b} and {c}-{d} overlap")
-    return ordered
-
-
-def _check_members(name: str, config: ModelConfig, first: int, last: int) -> None:
-    for i in range(first, last + 1):
-        block = config.blocks[i]
-        if not block.has_ffn:
-            raise ValueError(f"{name}: span {first}-{last}: block {i} has no FFN")
-        if i > first and block.has_attention:
-            raise ValueError(
-                f"{name}: span {first}-{last}: block {i} has attention, which only the first member may keep; remove it"
-                " with remove_attention"
-            )
-        if i == first and last > first and block.has_attention and block.parallel:
-            raise ValueError(
-                f"{name}: span {first}-{last}: attention and FFN of block {i} run in parallel, so that its FFN and the"
-                " others' read different inputs"
-            )
-
-
-def _indices(name: str, blocks: Iterable[int]) -> tuple[int, ...]:
-    chosen = tuple(int(b) for b in blocks)
-    if len(set(chosen)) < len(chosen):
-        twice = next(b for b in chosen if chosen.count(b) > 1)
-        raise ValueError(f"{name}: block {twice} is named twice")
-    return tuple(sorted(chosen))
-
-
-def _check_range(name: str, blocks: Sequence[int], config: ModelConfig) -> None:
-    for i in blocks:
-        if not 0 <= i < config.num_blocks:
-            raise ValueError(f"{name}: block {i} is out of range; the model has blocks 0 to {config.num_blocks - 1}")
 
 
 def _each(name: str, chosen: tuple[int, ...], change) -> Transform:
     def apply(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
-        _check_range(name.partition("(")[0], chosen, config)
+        check_range(name.partition("(")[0], chosen, config)
         blocks, leaves = list(config.blocks), unstack_blocks(config, params)
         for i in chosen:
-            blocks[i], leaves[i] = change(i, blocks[i], leaves[i])
-        return _rebuild(config, params, blocks, leaves, block_sources(config), f"{name} on {_text(chosen)}")
+            blocks[i], leaves[i] = change(config, i, blocks[i], leaves[i])
+        return rebuild(config, params, blocks, leaves, block_sources(config), f"{name} on {block_ranges(chosen)}")
 
     return apply
 
 
-def _rebuild(config, params, blocks, leaves, sources, note: str) -> tuple[ModelConfig, Params]:
-    notes = (*config.transforms, note) if note else config.transforms
-    new = dataclasses.replace(config, blocks=tuple(blocks), sources=tuple(sources), transforms=notes)
-    params = {**params, "runs": stack_blocks(new, leaves)}
-    check_params(new, params)
-    return new, params
-
-
 def _with_ffn(config: ModelConfig) -> tuple[int, ...]:
     return tuple(i for i, b in enumerate(config.blocks) if b.has_ffn)
-
-
-def _without(leaves: Leaves, names: Sequence[str]) -> Leaves:
-    return {n: v for n, v in leaves.items() if n not in names}
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _text(blocks: Sequence[int]) -> str:
-    """0, 2-5 for (0, 2, 3, 4, 5)."""
-    runs: list[list[int]] = []
-    for b in blocks:
-        if runs and b == runs[-1][1] + 1:
-            runs[-1][1] = b
-        else:
-            runs.append([b, b])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,7 +1,7 @@
 """Which tensor of a Hugging Face checkpoint is which leaf of the parameter tree.
 
 Hugging Face stores kernels (out, in) and one tensor per block; here they are (in, out) and a run of equal blocks is
-stacked. Names within a block are Llama's; Qwen2 and Mistral share them.
+stacked. Names within a block are Llama's, which the other families share and extend.
 """
 
 import dataclasses
@@ -50,8 +50,10 @@ class TensorSpec:
 def block_tensor_name(block: int, leaf: str) -> str:
     """`q_proj` → model.layers.3.self_attn.q_proj.weight, and so on."""
     module, kind = (leaf.removesuffix("_bias"), "bias") if leaf.endswith("_bias") else (leaf, "weight")
-    if module.endswith("_proj"):
-        module = f"{'self_attn' if module[0] in 'qkvo' else 'mlp'}.{module}"
+    if module in ("q_norm", "k_norm") or (module.endswith("_proj") and module[0] in "qkvo"):
+        module = f"self_attn.{module}"
+    elif module.endswith("_proj") or module.startswith("fc_"):
+        module = f"mlp.{module}"
     return f"model.layers.{block}.{module}.{kind}"
 
 

@@ -7,6 +7,7 @@ the block's input. The backward differentiates the pieces by `jax.vjp` and atten
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from lsfuse.kernels import tail_attention
 from lsfuse.model import layers
@@ -14,15 +15,18 @@ from lsfuse.model.config import BlockConfig, ModelConfig
 from lsfuse.model.layers import subset
 from lsfuse.types import Array
 
-_ATTENTION, _KEYS, _FFN = ("q", "o", "lse", "mid"), ("k", "v"), ("gate", "up")
+# "attended" and "fed" are outputs of attention and FFN before the norms that `post_norms` adds, and exist only there.
+_ATTENTION, _KEYS, _FFN = ("q", "o", "lse", "mid", "attended"), ("k", "v"), ("gate", "up", "fed")
 
 # Kept piece boundaries by JAX's names of checkpoint policies; the block's input is kept always.
 REMAT_POLICIES = {
     "everything_saveable": (*_ATTENTION, *_KEYS, *_FFN),
     "dots_saveable": (*_ATTENTION, *_KEYS, *_FFN),
-    "dots_with_no_batch_dims_saveable": ("q", "mid", *_KEYS, *_FFN),
+    "dots_with_no_batch_dims_saveable": ("q", "mid", "attended", *_KEYS, *_FFN),
     "nothing_saveable": (),
 }
+
+_EVERY_KEY = 2**30  # as a window: more than any position
 
 
 def saved_names(policy: str) -> tuple[str, ...]:
@@ -36,11 +40,38 @@ def saved_names(policy: str) -> tuple[str, ...]:
 class Tokens:
     """Tokens that run together: B rows of T, at the same positions, after the same prefix.
 
-    rope: (cos, sin) tables [T, H / 2]. lengths: int32 [B], valid tokens of each row.
+    rope: (cos, sin) tables [T, H / 2]; of a model with two bases [2, T, H / 2], until `at_block` has chosen.
+    lengths: int32 [B], valid tokens of each row.
+    rule: how scores are made in the block that `at_block` was asked for.
     """
 
     rope: tuple[Array, Array]
     lengths: Array
+    rule: tail_attention.Rule = tail_attention.Rule()
+
+
+def at_block(config: ModelConfig, run: int, layer: Array | int, tokens: Tokens) -> Tokens:
+    """`tokens` as block `layer` of a run sees them: its rotary base, its window.
+
+    Where a run's blocks differ in these, they are read at `layer`, so that one compiled body serves them all; full
+    attention is then a window beyond any position. Without a window in the run there is no trace of one.
+    """
+    members = config.members(run)
+
+    def pick(values):
+        return jnp.asarray(values, jnp.int32)[layer]
+
+    window = None
+    if any(block.window is not None for block in members):
+        window = pick([_EVERY_KEY if block.window is None else block.window for block in members])
+    rope, local = tokens.rope, [block.local_rope for block in members]
+    if config.local_rope_theta is not None:
+        index = int(local[0]) if len(set(local)) == 1 else pick(local)
+        cos, sin = (lax.dynamic_index_in_dim(table, index, 0, keepdims=False) for table in rope)
+        rope = (cos, sin)
+    scalar = config.query_pre_attn_scalar
+    scale = None if scalar is None else scalar**-0.5
+    return Tokens(rope, tokens.lengths, tail_attention.Rule(window, scale, config.attn_logit_softcapping))
 
 
 def block_forward(
@@ -52,7 +83,10 @@ def block_forward(
     prefix: tail_attention.Prefix | None,
     known: dict[str, Array] | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """x [B, T, D] → (output [B, T, D], piece boundaries). Boundaries in `known` are taken and not computed."""
+    """x [B, T, D] → (output [B, T, D], piece boundaries). Boundaries in `known` are taken and not computed.
+
+    tokens: as the block sees them (`at_block`).
+    """
     saved = {"x": x, **(known or {})}
     mid = x
     if block.has_attention:
@@ -61,16 +95,29 @@ def block_forward(
             saved = {"q": q, "k": k, "v": v, **saved}
         if "o" not in saved:
             saved["o"], saved["lse"] = tail_attention.forward(
-                saved["q"], saved["k"], saved["v"], tokens.lengths, prefix
+                saved["q"], saved["k"], saved["v"], tokens.lengths, prefix, rule=tokens.rule
             )
         if "mid" not in saved:
-            saved["mid"] = x + layers.attention_out(subset(p, layers.ATTENTION_OUT), saved["o"])
+            y = layers.attention_out(subset(p, layers.ATTENTION_OUT), saved["o"])
+            if config.post_norms:
+                saved["attended"] = y
+                y = layers.rms_norm(config, y, p[layers.ATTENTION_NORM])
+            saved["mid"] = x + y
         mid = saved["mid"]
     if not block.has_ffn:
         return mid, saved
-    if "gate" not in saved:
-        saved["gate"], saved["up"] = layers.ffn_in(config, subset(p, layers.FFN_IN), x if block.parallel else mid)
-    return mid + layers.ffn_out(config, subset(p, layers.FFN_OUT), saved["gate"], saved["up"]), saved
+    names = layers.ffn_boundaries(block)
+    if names[0] not in saved:
+        activations = layers.ffn_in(config, block, subset(p, layers.ffn_in_names(config)), x if block.parallel else mid)
+        saved |= dict(zip(names, activations, strict=True))
+    if "fed" in saved:
+        y = saved["fed"]
+    else:
+        y = layers.ffn_out(config, block, subset(p, layers.FFN_OUT), *(saved[name] for name in names))
+    if config.post_norms:
+        saved["fed"] = y
+        y = layers.rms_norm(config, y, p[layers.FFN_NORM])
+    return mid + y, saved
 
 
 def complete(config, block, p, tokens, prefix, saved: dict[str, Array]) -> dict[str, Array]:
@@ -99,12 +146,23 @@ def block_backward(
     saved = complete(config, block, p, tokens, prefix, saved)
     dp: dict[str, Array] = {}
     x, dx, dmid = saved["x"], jnp.zeros((), dy.dtype), dy
+
+    def through_norm(dy, name, boundary):
+        """Cotangent of what the norm `name` was applied to; its gain's gradient goes to `dp`."""
+        if not config.post_norms:
+            return dy
+        _, vjp = jax.vjp(lambda y, gain: layers.rms_norm(config, y, gain), saved[boundary], p[name])
+        dy, dp[name] = vjp(dy)
+        return dy
+
     if block.has_ffn:
-        _, vjp = jax.vjp(lambda p, g, u: layers.ffn_out(config, p, g, u), subset(p, layers.FFN_OUT), *_pair(saved))
-        d_out, dgate, dup = vjp(dy)
+        activations = tuple(saved[name] for name in layers.ffn_boundaries(block))
+        _, vjp = jax.vjp(lambda p, *a: layers.ffn_out(config, block, p, *a), subset(p, layers.FFN_OUT), *activations)
+        d_out, *d_activations = vjp(through_norm(dy, layers.FFN_NORM, "fed"))
         ffn_input = saved["mid"] if block.has_attention and not block.parallel else x
-        _, vjp = jax.vjp(lambda p, h: layers.ffn_in(config, p, h), subset(p, layers.FFN_IN), ffn_input)
-        d_in, dh = vjp((dgate, dup))
+        names = layers.ffn_in_names(config)
+        _, vjp = jax.vjp(lambda p, h: layers.ffn_in(config, block, p, h), subset(p, names), ffn_input)
+        d_in, dh = vjp(tuple(d_activations))
         dp |= {**d_out, **d_in}
         if block.parallel:
             dx = dh
@@ -113,19 +171,24 @@ def block_backward(
     if not block.has_attention:
         return dmid + dx, dp, dprefix
     _, vjp = jax.vjp(layers.attention_out, subset(p, layers.ATTENTION_OUT), saved["o"])
-    d_out, do = vjp(dmid)
+    d_out, do = vjp(through_norm(dmid, layers.ATTENTION_NORM, "attended"))
     dq, dk, dv, dprefix = tail_attention.backward(
-        saved["q"], saved["k"], saved["v"], tokens.lengths, prefix, saved["o"], saved["lse"], do, dprefix
+        saved["q"],
+        saved["k"],
+        saved["v"],
+        tokens.lengths,
+        prefix,
+        saved["o"],
+        saved["lse"],
+        do,
+        dprefix,
+        rule=tokens.rule,
     )
     if dkv is not None:
         dk, dv = dk + dkv[0].astype(dk.dtype), dv + dkv[1].astype(dv.dtype)
     _, vjp = jax.vjp(lambda p, x: layers.attention_in(config, p, x, tokens.rope), subset(p, layers.ATTENTION_IN), x)
     d_in, dx2 = vjp((dq, dk, dv))
     return dmid + dx + dx2, {**dp, **d_out, **d_in}, dprefix
-
-
-def _pair(saved):
-    return saved["gate"], saved["up"]
 
 
 def keys_values_backward(config, p, x, tokens: Tokens, dkv) -> tuple[Array, dict[str, Array]]:

@@ -2,16 +2,18 @@
 
 A model is a tuple of blocks that need not be alike: any FFN width (0 = no FFN), attention or none. Consecutive blocks
 of the same structure form a *run*, stored stacked and executed by one loop, so that compile time grows with the
-number of runs and not with depth.
+number of runs and not with depth. Windows and rotary bases are no part of the structure: they are data of the loop, so
+that full and sliding attention may alternate in one run.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
 
-ATTENTION_KINDS = ("full", "none")
+ATTENTION_KINDS = ("full", "sliding", "none")
+FFN_KINDS = ("gated", "plain")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-ROPE_KINDS = ("llama3", "linear")
+ROPE_KINDS = ("llama3", "linear", "yarn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +21,11 @@ class RopeScaling:
     """Rescaled rotary frequencies.
 
     kind: "linear" divides every frequency by `factor`; "llama3" divides the long wavelengths by `factor` and blends
-        those between `original_max_position / high_freq_factor` and `original_max_position / low_freq_factor`.
+        those between `original_max_position / high_freq_factor` and `original_max_position / low_freq_factor`;
+        "yarn" (arXiv 2309.00071) divides those that turn less than `beta_slow` times within `original_max_position` by
+        `factor`, keeps those that turn more than `beta_fast` times, and blends in between.
+    attention_factor: yarn, what queries and keys are multiplied by; None is the paper's 0.1 ln(factor) + 1.
+    truncate: yarn, whether the borders of the blend are rounded to whole rotary pairs.
     """
 
     kind: str
@@ -27,6 +33,10 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self):
         if self.kind not in ROPE_KINDS:
@@ -38,22 +48,40 @@ class RopeScaling:
                 f"rope scaling llama3 needs low_freq_factor < high_freq_factor, got {self.low_freq_factor} and"
                 f" {self.high_freq_factor}"
             )
+        if self.kind == "yarn" and not 0 < self.beta_slow < self.beta_fast:
+            raise ValueError(
+                f"rope scaling yarn needs 0 < beta_slow < beta_fast, got {self.beta_slow} and {self.beta_fast}"
+            )
+        if self.attention_factor is not None and self.attention_factor <= 0:
+            raise ValueError(f"rope scaling attention_factor must be positive, got {self.attention_factor}")
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
     """One block.
 
-    attention: "full" (causal) or "none".
+    attention: "full" (causal), "sliding" (causal, within `window`) or "none".
     num_kv_heads: kv heads of this block; ignored without attention.
-    ffn_width: hidden channels F of the gated FFN; 0 means no FFN.
+    ffn_width: hidden channels F of the FFN; 0 means no FFN.
     parallel: attention and FFN both read the block's input and are summed, instead of one after the other.
+    window: keys that a token sees with sliding attention, itself included; None with any other.
+    local_rope: rotary embedding by the model's `local_rope_theta` and `local_rope_scaling` (Gemma 3's sliding blocks).
+    ffn: "gated", down(act(gate(x)) * up(x)), or "plain", fc_out(act(fc_in(x))).
     """
 
     attention: str = "full"
     num_kv_heads: int = 1
     ffn_width: int = 0
     parallel: bool = False
+    window: int | None = None
+    local_rope: bool = False
+    ffn: str = "gated"
+
+    @property
+    def structure(self) -> "BlockConfig":
+        """The block without what is data of a run's loop: its window and rotary base."""
+        attention = "full" if self.has_attention else "none"
+        return dataclasses.replace(self, attention=attention, window=None, local_rope=False)
 
     @property
     def has_attention(self) -> bool:
@@ -68,9 +96,17 @@ class BlockConfig:
 class ModelConfig:
     """A decoder-only language model. Frozen and hashable, so that it can be a static argument of `jax.jit`.
 
-    hidden_act is the activation of the gated FFN, down(act(gate(x)) * up(x)). The bias flags say which projections
-    have one (Qwen2: qkv). family is the Hugging Face `model_type` the model is exported as. sources and transforms say
-    how a model came out of another (`lsfuse.fusion`): of which of its blocks each block is made, and what was done.
+    hidden_act is the activation of the FFNs. The bias flags say which projections have one (Qwen2: qkv). family is the
+    Hugging Face `model_type` the model is exported as. sources and transforms say how a model came out of another
+    (`lsfuse.fusion`): of which of its blocks each block is made, and what was done.
+
+    qk_norm: queries and keys are normalised head by head before rotation (Qwen3, Gemma 3).
+    post_norms: the outputs of attention and FFN are normalised before they join the residual stream (Gemma 2, 3).
+    norm_offset: every norm multiplies by its parameter plus this (Gemma: 1).
+    embed_scale: embeddings are multiplied by it (Gemma: sqrt(hidden_size)), rounded to their dtype as they are.
+    query_pre_attn_scalar: scores are divided by its square root; None is head_dim.
+    attn_logit_softcapping, final_logit_softcapping: c in c · tanh(s / c) of scores and of logits; None: none.
+    local_rope_theta, local_rope_scaling: rotary embedding of the blocks with `local_rope`.
     """
 
     vocab_size: int
@@ -91,6 +127,15 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    qk_norm: bool = False
+    post_norms: bool = False
+    norm_offset: float = 0.0
+    embed_scale: float = 1.0
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    local_rope_theta: float | None = None
+    local_rope_scaling: RopeScaling | None = None
     sources: tuple[tuple[int, ...], ...] = ()
     transforms: tuple[str, ...] = ()
 
@@ -104,6 +149,12 @@ class ModelConfig:
             raise ValueError(
                 f"ModelConfig.hidden_act {self.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
             )
+        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "local_rope_theta"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"ModelConfig.{name} must be positive or None, got {value}")
+        if not self.embed_scale > 0:
+            raise ValueError(f"ModelConfig.embed_scale must be positive, got {self.embed_scale}")
         if not self.blocks:
             raise ValueError("ModelConfig.blocks is empty; a model needs at least one block")
         if self.sources and len(self.sources) != len(self.blocks):
@@ -114,6 +165,17 @@ class ModelConfig:
                     f"block {i}: attention {block.attention!r} is not supported; supported:"
                     f" {', '.join(ATTENTION_KINDS)}"
                 )
+            if (block.attention == "sliding") != (block.window is not None):
+                raise ValueError(
+                    f"block {i}: window {block.window} does not go with attention {block.attention!r}; sliding"
+                    " attention needs a window, and nothing else has one"
+                )
+            if block.window is not None and block.window < 1:
+                raise ValueError(f"block {i}: window must be at least 1 (the token itself), got {block.window}")
+            if block.local_rope and self.local_rope_theta is None:
+                raise ValueError(f"block {i}: local_rope needs ModelConfig.local_rope_theta, which is None")
+            if block.ffn not in FFN_KINDS:
+                raise ValueError(f"block {i}: ffn {block.ffn!r} is not supported; supported: {', '.join(FFN_KINDS)}")
             if block.ffn_width < 0:
                 raise ValueError(f"block {i}: ffn_width must be 0 (no FFN) or more, got {block.ffn_width}")
             if block.has_attention and (block.num_kv_heads < 1 or self.num_heads % block.num_kv_heads):
@@ -127,8 +189,14 @@ class ModelConfig:
 
     @property
     def runs(self) -> tuple[tuple[BlockConfig, int], ...]:
-        """(block, number of consecutive blocks like it), in order."""
-        return tuple((block, len(list(same))) for block, same in itertools.groupby(self.blocks))
+        """(structure, number of consecutive blocks that share it), in order."""
+        structures = (block.structure for block in self.blocks)
+        return tuple((block, len(list(same))) for block, same in itertools.groupby(structures))
+
+    def members(self, run: int) -> tuple[BlockConfig, ...]:
+        """The blocks of a run, with their windows and rotary bases."""
+        first = sum(n for _, n in self.runs[:run])
+        return self.blocks[first : first + self.runs[run][1]]
 
     @property
     def last_attention_block(self) -> int:
@@ -152,12 +220,27 @@ def block_param_shapes(config: ModelConfig, block: BlockConfig) -> dict[str, tup
             shapes |= {"q_proj_bias": (q,), "k_proj_bias": (kv,), "v_proj_bias": (kv,)}
         if config.o_bias:
             shapes["o_proj_bias"] = (d,)
+        if config.qk_norm:
+            shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+        if config.post_norms:
+            shapes["post_attention_layernorm"] = (d,)
     if block.has_ffn:
         f = block.ffn_width
-        shapes |= {"post_attention_layernorm": (d,), "gate_proj": (d, f), "up_proj": (d, f), "down_proj": (f, d)}
+        shapes[ffn_norm(config)] = (d,)
+        matrices = {"gate_proj": (d, f), "up_proj": (d, f), "down_proj": (f, d)}
+        if block.ffn == "plain":
+            matrices = {"fc_in": (d, f), "fc_out": (f, d)}
+        shapes |= matrices
         if config.mlp_bias:
-            shapes |= {"gate_proj_bias": (f,), "up_proj_bias": (f,), "down_proj_bias": (d,)}
+            shapes |= {f"{name}_bias": shape[1:] for name, shape in matrices.items()}
+        if config.post_norms:
+            shapes["post_feedforward_layernorm"] = (d,)
     return shapes
+
+
+def ffn_norm(config: ModelConfig) -> str:
+    """Name of the norm before the FFN. Hugging Face calls it after what stands before it, unless that has its own."""
+    return "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
 
 
 def param_shapes(config: ModelConfig) -> dict:

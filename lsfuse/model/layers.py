@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lsfuse.model.config import ModelConfig
+from lsfuse.model.config import BlockConfig, ModelConfig, ffn_norm
 from lsfuse.model.rope import rotate
 from lsfuse.types import Array
 
@@ -20,12 +20,14 @@ _ACT = {
     "relu": jax.nn.relu,
 }
 
-# Parameters that each piece reads.
-ATTENTION_IN = ("input_layernorm", "q_proj", "k_proj", "v_proj", "q_proj_bias", "k_proj_bias", "v_proj_bias")
-KEYS_VALUES = ("input_layernorm", "k_proj", "v_proj", "k_proj_bias", "v_proj_bias")
+# Parameters that each piece reads; `ffn_in` also reads `ffn_norm(config)`.
+KEYS_VALUES = ("input_layernorm", "k_proj", "v_proj", "k_proj_bias", "v_proj_bias", "k_norm")
+ATTENTION_IN = (*KEYS_VALUES, "q_proj", "q_proj_bias", "q_norm")
 ATTENTION_OUT = ("o_proj", "o_proj_bias")
-FFN_IN = ("post_attention_layernorm", "gate_proj", "up_proj", "gate_proj_bias", "up_proj_bias")
-FFN_OUT = ("down_proj", "down_proj_bias")
+FFN_IN = ("gate_proj", "up_proj", "gate_proj_bias", "up_proj_bias", "fc_in", "fc_in_bias")
+FFN_OUT = ("down_proj", "down_proj_bias", "fc_out", "fc_out_bias")
+# The norms that `post_norms` adds after attention and FFN.
+ATTENTION_NORM, FFN_NORM = "post_attention_layernorm", "post_feedforward_layernorm"
 
 
 def subset(params: dict, names: tuple[str, ...]) -> dict:
@@ -61,23 +63,37 @@ def linear(x: Array, params: dict, name: str) -> Array:
     return y if bias is None else y + bias.astype(x.dtype)
 
 
-def rms_norm(x: Array, gain: Array, eps: float) -> Array:
-    """x / rms(x) · gain over the last axis, computed in float32 or wider, returned in x's dtype (arXiv 1910.07467)."""
+def rms_norm(config: ModelConfig, x: Array, gain: Array) -> Array:
+    """x / rms(x) · (gain + norm_offset) over the last axis, computed in float32 or wider, returned in x's dtype (arXiv
+    1910.07467)."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    scale = lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
-    return (wide * scale * gain.astype(wide.dtype)).astype(x.dtype)
+    scale = lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + config.rms_norm_eps)
+    gain = gain.astype(wide.dtype)
+    if config.norm_offset:
+        gain = gain + config.norm_offset
+    return (wide * scale * gain).astype(x.dtype)
+
+
+def softcap(x: Array, cap: float | None) -> Array:
+    """cap · tanh(x / cap) (Gemma 2, arXiv 2408.00118); x itself where there is no cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def _heads(config: ModelConfig, p: dict, h: Array, name: str, norm: str) -> Array:
+    """[B, T, heads, H], normalised head by head where the model does that."""
+    x = linear(h, p, name).reshape(*h.shape[:2], -1, config.head_dim)
+    return rms_norm(config, x, p[norm]) if config.qk_norm else x
 
 
 def _keys_values(config: ModelConfig, p: dict, h: Array, rope) -> tuple[Array, Array]:
-    shape = (*h.shape[:2], -1, config.head_dim)
-    k = rotate(linear(h, p, "k_proj").reshape(shape), rope)
-    v = linear(h, p, "v_proj").reshape(shape)
+    k = rotate(_heads(config, p, h, "k_proj", "k_norm"), rope)
+    v = linear(h, p, "v_proj").reshape(*h.shape[:2], -1, config.head_dim)
     return jnp.moveaxis(k, 2, 0), jnp.moveaxis(v, 2, 0)
 
 
 def keys_values(config: ModelConfig, p: dict, x: Array, rope) -> tuple[Array, Array]:
     """x [B, T, D] → rotated keys and values [K, B, T, H] of a block, nothing else."""
-    return _keys_values(config, p, rms_norm(x, p["input_layernorm"], config.rms_norm_eps), rope)
+    return _keys_values(config, p, rms_norm(config, x, p["input_layernorm"]), rope)
 
 
 def attention_in(config: ModelConfig, p: dict, x: Array, rope) -> tuple[Array, Array, Array]:
@@ -85,9 +101,9 @@ def attention_in(config: ModelConfig, p: dict, x: Array, rope) -> tuple[Array, A
 
     Head-major, g query heads to a kv head: the layout in which attention needs no transposition.
     """
-    h = rms_norm(x, p["input_layernorm"], config.rms_norm_eps)
+    h = rms_norm(config, x, p["input_layernorm"])
     k, v = _keys_values(config, p, h, rope)
-    q = rotate(linear(h, p, "q_proj").reshape(*h.shape[:2], config.num_heads, config.head_dim), rope)
+    q = rotate(_heads(config, p, h, "q_proj", "q_norm"), rope)
     return jnp.moveaxis(q.reshape(*h.shape[:2], k.shape[0], -1, config.head_dim), 2, 0), k, v
 
 
@@ -96,17 +112,27 @@ def attention_out(p: dict, o: Array) -> Array:
     return linear(jnp.moveaxis(o, 0, 2).reshape(*o.shape[1:3], -1), p, "o_proj")
 
 
-def ffn_in(config: ModelConfig, p: dict, x: Array) -> tuple[Array, Array]:
-    """Gate and up activations [B, T, F] from the residual stream [B, T, D]."""
-    h = rms_norm(x, p["post_attention_layernorm"], config.rms_norm_eps)
-    return linear(h, p, "gate_proj"), linear(h, p, "up_proj")
+def ffn_boundaries(block: BlockConfig) -> tuple[str, ...]:
+    """Names of what `ffn_in` returns."""
+    return ("gate",) if block.ffn == "plain" else ("gate", "up")
 
 
-def ffn_activation(config: ModelConfig, gate: Array, up: Array) -> Array:
-    """act(gate) · up [B, T, F], what the down projection reads."""
-    return _ACT[config.hidden_act](gate) * up
+def ffn_in_names(config: ModelConfig) -> tuple[str, ...]:
+    return (ffn_norm(config), *FFN_IN)
 
 
-def ffn_out(config: ModelConfig, p: dict, gate: Array, up: Array) -> Array:
-    """The FFN's contribution down(act(gate) · up) [B, T, D]."""
-    return linear(ffn_activation(config, gate, up), p, "down_proj")
+def ffn_in(config: ModelConfig, block: BlockConfig, p: dict, x: Array) -> tuple[Array, ...]:
+    """Gate and up activations [B, T, F] from the residual stream [B, T, D]; of a plain FFN the one there is."""
+    h = rms_norm(config, x, p[ffn_norm(config)])
+    return tuple(linear(h, p, name) for name in (("fc_in",) if block.ffn == "plain" else ("gate_proj", "up_proj")))
+
+
+def ffn_activation(config: ModelConfig, gate: Array, up: Array | None = None) -> Array:
+    """act(gate) · up [B, T, F], or act(gate): what the last projection reads."""
+    hidden = _ACT[config.hidden_act](gate)
+    return hidden if up is None else hidden * up
+
+
+def ffn_out(config: ModelConfig, block: BlockConfig, p: dict, gate: Array, up: Array | None = None) -> Array:
+    """The FFN's contribution [B, T, D]: down(act(gate) · up), or out(act(gate))."""
+    return linear(ffn_activation(config, gate, up), p, "fc_out" if up is None else "down_proj")

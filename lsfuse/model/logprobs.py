@@ -10,7 +10,7 @@ from flax import struct
 from jax import lax
 
 from lsfuse.model.config import ModelConfig
-from lsfuse.model.layers import rms_norm
+from lsfuse.model.layers import rms_norm, softcap
 from lsfuse.types import Array, Params
 
 _ELEMENTS = 1 << 22  # logits of a slab, tokens × columns
@@ -44,12 +44,12 @@ def _slabs(params: Params, tokens: int):
     return -(-vocab // width), width, read, tied
 
 
-def _slab_logits(h, slab, start, i, width, tied, temperature):
+def _slab_logits(config: ModelConfig, h, slab, start, i, width, tied):
     """Logits [T, width] in float32 or wider, and which columns are new (the last slab overlaps the one before)."""
     acc = jnp.promote_types(h.dtype, jnp.float32)
     dims = (((1,), (1 if tied else 0,)), ((), ()))
-    logits = lax.dot_general(h, slab.astype(h.dtype), dims, preferred_element_type=acc) / temperature
-    return logits, start + jnp.arange(width) >= i * width
+    products = lax.dot_general(h, slab.astype(h.dtype), dims, preferred_element_type=acc)
+    return softcap(products, config.final_logit_softcapping), start + jnp.arange(width) >= i * width
 
 
 def token_logprobs(
@@ -60,15 +60,15 @@ def token_logprobs(
     Returns: log-probs of the labels and entropies (nats) of the tempered distribution, [T], float32 or wider, and what
     `token_logprobs_backward` needs.
     """
-    h = rms_norm(x, params["norm"], config.rms_norm_eps)
+    h = rms_norm(config, x, params["norm"])
     count, width, read, tied = _slabs(params, x.shape[0])
     acc = jnp.promote_types(x.dtype, jnp.float32)
 
     def step(i, carry):
         top, total, weighted, label_logit = carry
         slab, start = read(i)
-        logits, new_columns = _slab_logits(h, slab, start, i, width, tied, temperature)
-        logits = jnp.where(new_columns, logits, -jnp.inf)
+        logits, new_columns = _slab_logits(config, h, slab, start, i, width, tied)
+        logits = jnp.where(new_columns, logits / temperature, -jnp.inf)
         new = jnp.maximum(top, logits.max(-1))
         shifted = logits - new[:, None]
         p = jnp.exp(shifted)
@@ -102,7 +102,8 @@ def token_logprobs_backward(
 ) -> tuple[Array, Params]:
     """Adds the head's and the final norm's gradients to `grads` in place; returns (dx [T, D], grads).
 
-    With p the tempered distribution and z its logits, d log p_y / dz = onehot(y) - p and dH / dz = -p (log p + H).
+    With p the tempered distribution and z its logits, d log p_y / dz = onehot(y) - p and dH / dz = -p (log p + H). A
+    soft-cap lies between the head's products and z.
     """
     count, width, read, tied = _slabs(params, x.shape[0])
     name = "embed_tokens" if tied else "lm_head"
@@ -111,13 +112,15 @@ def token_logprobs_backward(
     def step(i, carry):
         dh, dhead = carry
         slab, start = read(i)
-        logits, new_columns = _slab_logits(h, slab, start, i, width, tied, temperature)
-        logp = logits - saved.lse[:, None]
+        logits, new_columns = _slab_logits(config, h, slab, start, i, width, tied)
+        logp = logits / temperature - saved.lse[:, None]
         p = jnp.where(new_columns, jnp.exp(logp), 0.0)
         onehot = (labels[:, None] == start + jnp.arange(width)) & new_columns
         dz = jnp.where(onehot, dlogps[:, None], 0.0) - p * (
             dlogps[:, None] + dentropies[:, None] * (logp + saved.entropies[:, None])
         )
+        if config.final_logit_softcapping is not None:
+            dz = dz * (1 - (logits / config.final_logit_softcapping) ** 2)  # the derivative of c · tanh(z / c)
         dz = (dz / temperature).astype(h.dtype)
         dh = dh + lax.dot_general(
             dz, slab.astype(h.dtype), (((1,), (0 if tied else 1,)), ((), ())), preferred_element_type=dh.dtype
@@ -130,6 +133,6 @@ def token_logprobs_backward(
 
     acc = jnp.promote_types(x.dtype, jnp.float32)
     dh, dhead = lax.fori_loop(0, count, step, (jnp.zeros(x.shape, acc), grads[name]))
-    _, vjp = jax.vjp(lambda x, gain: rms_norm(x, gain, config.rms_norm_eps), x, params["norm"])
+    _, vjp = jax.vjp(lambda x, gain: rms_norm(config, x, gain), x, params["norm"])
     dx, dgain = vjp(dh.astype(x.dtype))
     return dx, {**grads, name: dhead, "norm": grads["norm"] + dgain.astype(grads["norm"].dtype)}

@@ -13,19 +13,19 @@ from lsfuse.types import Array, Params
 
 def init_params(config: ModelConfig, key: Array, dtype=jnp.float32) -> Params:
     """Random parameters: normal with standard deviation 1/sqrt(fan in), output projections divided by sqrt(2 · blocks)
-    (GPT-2), embeddings 0.02, or 1/sqrt(D) where they are the head too; gains one, biases zero."""
+    (GPT-2), embeddings 0.02, or 1/sqrt(D) where they are the head too; gains one (less `norm_offset`), biases zero."""
     shapes = traverse_util.flatten_dict(param_shapes(config), sep="/")
 
     def leaf(i: int, path: str, shape: tuple[int, ...]) -> Array:
         name = path.split("/")[-1]
         if name.endswith("norm"):
-            return jnp.ones(shape, dtype)
+            return jnp.full(shape, 1 - config.norm_offset, dtype)
         if name.endswith("bias"):
             return jnp.zeros(shape, dtype)
         std = shape[-2] ** -0.5
         if name == "embed_tokens":
             std = config.hidden_size**-0.5 if config.tie_word_embeddings else 0.02
-        if name in ("o_proj", "down_proj"):
+        if name in ("o_proj", "down_proj", "fc_out"):
             std /= math.sqrt(2 * config.num_blocks)
         return (std * jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32)).astype(dtype)
 

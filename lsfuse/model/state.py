@@ -13,6 +13,9 @@ from lsfuse.types import Array
 class PrefixState:
     """K/V by run (runs without attention have no entry), each [L, K, P, H] for the run's L blocks.
 
+    Blocks with sliding attention keep the whole prefix, too: the last window would do for the tails, but the prefix's
+    backward recomputes every chunk against the keys before it.
+
     Also used for the cotangents of a state.
     """
 

@@ -13,9 +13,9 @@ from flax import struct
 from jax import lax
 
 from lsfuse.kernels import tail_attention
-from lsfuse.model.blocks import Tokens, block_backward, block_forward, saved_names
+from lsfuse.model.blocks import Tokens, at_block, block_backward, block_forward, saved_names
 from lsfuse.model.config import ModelConfig
-from lsfuse.model.layers import rms_norm
+from lsfuse.model.layers import rms_norm, softcap
 from lsfuse.model.rope import rope_tables
 from lsfuse.model.state import PrefixState, read_state
 from lsfuse.types import Array, Params
@@ -49,16 +49,20 @@ def make_tokens(config: ModelConfig, first: Array | int, count: int, lengths: Ar
     return Tokens(rope_tables(config, first + jnp.arange(count), rope_dtype), lengths)
 
 
-def embed(params: Params, ids: Array, valid: Array) -> Array:
-    """Rows of the embedding [..., D]; zero where not `valid`, whatever the id there."""
+def embed(params: Params, config: ModelConfig, ids: Array, valid: Array) -> Array:
+    """Scaled rows of the embedding [..., D]; zero where not `valid`, whatever the id there."""
     table = jnp.asarray(params["embed_tokens"])  # a numpy array cannot be indexed by a tracer
-    return jnp.where(valid[..., None], table[jnp.where(valid, ids, 0)], 0)
+    return _scaled(config, jnp.where(valid[..., None], table[jnp.where(valid, ids, 0)], 0))
 
 
-def embed_backward(grads: Params, ids: Array, valid: Array, dx: Array) -> Params:
+def _scaled(config: ModelConfig, x: Array) -> Array:
+    return x if config.embed_scale == 1 else x * jnp.asarray(config.embed_scale, x.dtype)
+
+
+def embed_backward(grads: Params, config: ModelConfig, ids: Array, valid: Array, dx: Array) -> Params:
     """Adds dx [..., D] to the gradients of the embedding's rows."""
     table = grads["embed_tokens"]
-    dx = jnp.where(valid[..., None], dx, 0).astype(table.dtype)
+    dx = jnp.where(valid[..., None], _scaled(config, dx), 0).astype(table.dtype)
     return {**grads, "embed_tokens": table.at[jnp.where(valid, ids, 0)].add(dx)}
 
 
@@ -117,8 +121,8 @@ def run_blocks(
             known = None
             if own_at is not None and block.has_attention:
                 known = dict(zip("kv", read_state(context.state, run, layer, own_at, x.shape[1]), strict=True))
-            prefix = context.prefix(run, layer)
-            y, saved = block_forward(config, block, block_params(params, run, layer), x, tokens, prefix, known)
+            prefix, here = context.prefix(run, layer), at_block(config, int(run), layer, tokens)
+            y, saved = block_forward(config, block, block_params(params, run, layer), x, here, prefix, known)
             return y, {name: saved[name] for name in keep if name in saved}
 
         x, kept[run] = lax.scan(body, x, jnp.arange(count))
@@ -165,7 +169,7 @@ def run_blocks_backward(
                 block_params(params, run, layer),
                 dx,
                 saved,
-                tokens,
+                at_block(config, int(run), layer, tokens),
                 context.prefix(run, layer),
                 dprefix,
                 own,
@@ -219,14 +223,14 @@ def forward(
     """
     lengths = jnp.full(ids.shape[0], ids.shape[1]) if lengths is None else lengths
     valid = jnp.arange(ids.shape[1]) < lengths[:, None]
-    x = embed(params, ids, valid)
+    x = embed(params, config, ids, valid)
     blocks = {"runs": params["runs"]}
-    return rms_norm(_rows(blocks, config, x, lengths, remat_policy), params["norm"], config.rms_norm_eps)
+    return rms_norm(config, _rows(blocks, config, x, lengths, remat_policy), params["norm"])
 
 
 def logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
     """[..., V] in float32 or wider, from hidden states after the final norm. For small inputs: nothing is chunked."""
     head = params["lm_head"] if "lm_head" in params else params["embed_tokens"].T
-    return jnp.matmul(
-        hidden, head.astype(hidden.dtype), preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32)
-    )
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    products = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=wide)
+    return softcap(products, config.final_logit_softcapping)

@@ -6,10 +6,12 @@ compiler's own figure counts the body of a loop once, so it can check these form
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from lsfuse.kernels.tail_attention import reference as tiles
 from lsfuse.model.blocks import saved_names
 from lsfuse.model.config import BlockConfig, ModelConfig
+from lsfuse.model.layers import ffn_boundaries
 from lsfuse.model.logprobs import slab_width
 from lsfuse.replay.geometry import Geometry, Options
 
@@ -50,8 +52,12 @@ def _attention_out(model: ModelConfig) -> int:
     return 2 * model.hidden_size * model.head_dim * model.num_heads
 
 
+def _ffn_in(model: ModelConfig, block: BlockConfig) -> int:
+    return 2 * model.hidden_size * block.ffn_width * len(ffn_boundaries(block))
+
+
 def _ffn(model: ModelConfig, block: BlockConfig) -> int:
-    return 6 * model.hidden_size * block.ffn_width
+    return _ffn_in(model, block) + 2 * model.hidden_size * block.ffn_width
 
 
 def block_flops(model: ModelConfig, block: BlockConfig) -> int:
@@ -67,22 +73,52 @@ def _recomputed(model: ModelConfig, block: BlockConfig, policy: str) -> int:
     if block.has_attention:
         again += 0 if "q" in names else _attention_in(model, block)
         again += 0 if "mid" in names else _attention_out(model)
-    # gate and up; the down projection's output is not needed.
-    return again + (0 if "gate" in names else _ffn(model, block) * 2 // 3)
+    # gate and up; the down projection's output is not needed, but by a norm that follows it.
+    if "gate" in names:
+        return again
+    return again + (_ffn(model, block) if model.post_norms else _ffn_in(model, block))
 
 
-def _visible(rows: int, prefix: int, room: int) -> int:
-    """(row, key) pairs of the prefix tiles that `rows` positions run over."""
-    tile = min(tiles.TILE, room)
-    return rows * tile * (-(-prefix // tile)) if prefix > 0 else 0
+class _Prefix(NamedTuple):
+    """Keys first … last - 1 of a prefix, in a buffer of `room`, for queries from position `at` on."""
+
+    first: int
+    last: int
+    room: int
+    at: int
 
 
-def _own(rows: int, length: int) -> int:
-    """(row, key) pairs of the causal tiles of one row of `rows` positions, `length` of them valid."""
+def _visible(model: ModelConfig, block: BlockConfig, count: int, rows: int, prefix: _Prefix) -> int:
+    """(query, key) pairs of the prefix tiles that `count` rows of `rows` queries run over."""
+    if prefix.last <= prefix.first:
+        return 0
+    tile = min(tiles.TILE, prefix.room)
+    upper = -(-(prefix.last - prefix.first) // tile)
+    if block.window is None:
+        return count * rows * tile * upper
+    group = model.num_heads // block.num_kv_heads
+    total = count * rows * group
+    per_tile = -(-total // -(-total // tiles.ROWS))
+    pairs = 0
+    for begin in range(0, total, per_tile):
+        end = min(begin + per_tile, total)
+        lowest, highest = (i // group for i in (begin, end - 1))
+        query = lowest % rows if lowest // rows == highest // rows else 0
+        lower = max(prefix.at + query - block.window + 1 - prefix.first, 0) // tile
+        pairs += (end - begin) * tile * max(upper - lower, 0)
+    return pairs // group
+
+
+def _own(rows: int, length: int, window: int | None = None) -> int:
+    """(query, key) pairs of the causal tiles of one row of `rows` positions, `length` of them valid."""
     tile = min(rows, tiles.OWN_TILE)
     if rows == tile:
         return rows * rows
-    return sum(tile * tile * -(-min((i + 1) * tile, length) // tile) for i in range(-(-rows // tile)))
+    count = 0
+    for i in range(-(-rows // tile)):
+        lower = 0 if window is None else max(i * tile - window + 1, 0) // tile
+        count += max(-(-min((i + 1) * tile, length) // tile) - lower, 0)
+    return count * tile * tile
 
 
 def _pair_flops(model: ModelConfig) -> int:
@@ -103,7 +139,6 @@ def _tail_cost(
     backward: bool,
 ) -> Cost:
     """`count` rows of `rows` positions, all blocks, and the head over `predicted` positions a row."""
-    pairs = _visible(count * rows, prefix, room) + count * _own(rows, own_length)
     linear = attention = 0.0
     again = "o" not in saved_names(policy)
     for block in model.blocks:
@@ -111,6 +146,8 @@ def _tail_cost(
         if backward:
             linear += count * rows * _recomputed(model, block, policy)
         if block.has_attention:
+            pairs = _visible(model, block, count, rows, _Prefix(0, prefix, room, prefix))
+            pairs += count * _own(rows, own_length, block.window)
             attention += pairs * _pair_flops(model) * (2 + (5 + 2 * again if backward else 0))
     width = slab_width(count * predicted, model.vocab_size)
     slabs = -(-model.vocab_size // width)
@@ -126,7 +163,8 @@ def _prefix_chunk(model: ModelConfig, size: int, at: int, valid: int, room: int)
     for block in model.blocks[:last]:
         linear += size * block_flops(model, block)
         if block.has_attention:
-            attention += (_visible(size, at, room) + _own(size, valid)) * 2 * _pair_flops(model)
+            pairs = _visible(model, block, 1, size, _Prefix(0, at, room, at)) + _own(size, valid, block.window)
+            attention += pairs * 2 * _pair_flops(model)
     return Cost(linear, attention, 0.0, valid)
 
 
@@ -145,10 +183,11 @@ def _chunk_backward(
     linear = 2 * size * _keys_values(model, model.blocks[last])
     attention = 0
     again = "o" not in saved_names(policy)
-    pairs = _visible(size, constant, geometry.state) + _visible(size, at - constant, geometry.cotangent)
-    pairs += _own(size, valid)
-    forward = _visible(size, at, geometry.state) + _own(size, valid)
     for block in model.blocks[:last]:
+        own = _own(size, valid, block.window)
+        forward = own + _visible(model, block, 1, size, _Prefix(0, at, geometry.state, at))
+        pairs = own + _visible(model, block, 1, size, _Prefix(0, constant, geometry.state, at))
+        pairs += _visible(model, block, 1, size, _Prefix(constant, at, geometry.cotangent, at))
         linear += size * (2 * block_flops(model, block) + _recomputed(model, block, policy))
         if block.has_attention:
             attention += (5 * pairs + 2 * again * forward) * _pair_flops(model)

@@ -51,7 +51,7 @@ def rows_forward(
     """`tails_forward` with the prompt in every row; `context` is not read."""
     ids, valid, tokens, predicted, here, labels = _inputs(batch, config, params["embed_tokens"].dtype)
     keep = () if policy is None else ("x", *saved_names(policy))
-    x, kept = run_blocks(params, config, embed(params, ids, valid), tokens, no_prefix(), keep)
+    x, kept = run_blocks(params, config, embed(params, config, ids, valid), tokens, no_prefix(), keep)
     x = x[:, predicted]
     logps, entropies, head = token_logprobs(params, config, x.reshape(-1, x.shape[-1]), labels.reshape(-1), temperature)
     logps, entropies = (jnp.where(here, y.reshape(here.shape), 0)[None] for y in (logps, entropies))
@@ -82,7 +82,7 @@ def rows_backward(
     dx = jnp.where(here[..., None], dx.reshape(saved.x.shape), 0)
     dx = jnp.zeros((*ids.shape, dx.shape[-1]), dx.dtype).at[:, predicted].add(dx)
     dx, grads, _ = run_blocks_backward(params, config, dx, saved.kept, tokens, no_prefix(), grads, None)
-    return embed_backward(grads, ids, valid, dx), dstate
+    return embed_backward(grads, config, ids, valid, dx), dstate
 
 
 def dense_value_and_grad(

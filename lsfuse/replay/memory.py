@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from lsfuse.model.blocks import saved_names
 from lsfuse.model.config import ModelConfig
+from lsfuse.model.layers import ffn_boundaries
 from lsfuse.replay.geometry import Geometry, Options, make_geometry
 
 
@@ -27,11 +28,15 @@ def kept_bytes_per_token(model: ModelConfig, policy: str, dtype, *, with_kv: boo
         if block.has_attention:
             width |= {"q": model.num_heads * model.head_dim, "o": model.num_heads * model.head_dim}
             width |= {"mid": model.hidden_size}
+            if model.post_norms:
+                width["attended"] = model.hidden_size
             total += model.num_heads * wide * ("lse" in names)
             if with_kv:
                 width |= dict.fromkeys("kv", block.num_kv_heads * model.head_dim)
         if block.has_ffn:
-            width |= {"gate": block.ffn_width, "up": block.ffn_width}
+            width |= dict.fromkeys(ffn_boundaries(block), block.ffn_width)
+            if model.post_norms:
+                width["fed"] = model.hidden_size
         total += item * sum(n for name, n in width.items() if name == "x" or name in names)
     return total
 

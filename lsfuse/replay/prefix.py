@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from lsfuse.model.blocks import keys_values_backward, saved_names
+from lsfuse.model.blocks import at_block, keys_values_backward, saved_names
 from lsfuse.model.config import ModelConfig, locate_block
 from lsfuse.model.layers import KEYS_VALUES, keys_values, subset
 from lsfuse.model.state import PrefixState, init_state, read_positions, read_state, write_state
@@ -45,7 +45,7 @@ def _chunk_inputs(params, config, ids, at, end, size):
     chunk_ids = lax.dynamic_slice_in_dim(jnp.pad(ids, (0, size)), at, size)
     count = jnp.clip(end - at, 0, size)
     valid = jnp.arange(size) < count
-    x = embed(params, chunk_ids, valid)[None]
+    x = embed(params, config, chunk_ids, valid)[None]
     return chunk_ids, valid, x, make_tokens(config, at, size, count[None], x.dtype)
 
 
@@ -59,7 +59,7 @@ def _capture_chunk(params, config, ids, state, at, end, size, names):
             state = write_state(state, run, 0, saved.pop("k")[:, :, 0], saved.pop("v")[:, :, 0], at)
     last_run, layer = locate_block(config, last)
     p = subset(block_params(params, str(last_run), layer), KEYS_VALUES)
-    k, v = keys_values(config, p, x, tokens.rope)
+    k, v = keys_values(config, p, x, at_block(config, last_run, layer, tokens).rope)
     return write_state(state, str(last_run), layer, k[None, :, 0], v[None, :, 0], at), Kept(kept, x)
 
 
@@ -151,7 +151,8 @@ def prefix_backward(
         # Read before the loop over blocks, which depends on it: XLA then adds to the buffers without copying them.
         dkv = read_positions(dstate, down_at, size)
         p = subset(block_params(params, str(run), layer), KEYS_VALUES)
-        dx, dp = keys_values_backward(config, p, x, tokens, read_state(dkv, str(run), layer, jnp.int32(0), size))
+        own = read_state(dkv, str(run), layer, jnp.int32(0), size)
+        dx, dp = keys_values_backward(config, p, x, at_block(config, run, layer, tokens), own)
         runs = {**grads["runs"], str(run): add_block_grads(grads["runs"][str(run)], layer, dp)}
         dx, grads, dstate = run_blocks_backward(
             params,
@@ -167,6 +168,6 @@ def prefix_backward(
             dkv=dkv,
             kept_at=None if kept is None else i,
         )
-        return dstate, embed_backward(grads, ids, valid, dx[0])
+        return dstate, embed_backward(grads, config, ids, valid, dx[0])
 
     return lax.fori_loop(0, count, chunk, (dstate, grads))[1]

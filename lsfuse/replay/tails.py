@@ -45,7 +45,7 @@ def tails_forward(
     """
     ids, labels, valid, tokens = _inputs(batch, config, params["embed_tokens"].dtype)
     keep = () if policy is None else ("x", *saved_names(policy))
-    x, kept = run_blocks(params, config, embed(params, ids, valid), tokens, context, keep)
+    x, kept = run_blocks(params, config, embed(params, config, ids, valid), tokens, context, keep)
     logps, entropies, head = token_logprobs(params, config, x.reshape(-1, x.shape[-1]), labels.reshape(-1), temperature)
     logps, entropies = (jnp.where(valid, y.reshape(valid.shape), 0)[None] for y in (logps, entropies))
     return logps, entropies, None if policy is None else TailSaved(kept, x, head)
@@ -74,4 +74,4 @@ def tails_backward(
     )
     dx = dx.reshape(saved.x.shape)
     dx, grads, dstate = run_blocks_backward(params, config, dx, saved.kept, tokens, context, grads, dstate)
-    return embed_backward(grads, ids, valid, dx), dstate
+    return embed_backward(grads, config, ids, valid, dx), dstate

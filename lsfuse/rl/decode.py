@@ -12,7 +12,7 @@ from flax import struct
 from jax import lax
 
 from lsfuse.kernels import tail_attention
-from lsfuse.model.blocks import Tokens, block_forward
+from lsfuse.model.blocks import Tokens, at_block, block_forward
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.layers import ATTENTION_IN, attention_in, rms_norm, subset
 from lsfuse.model.rope import rope_tables
@@ -32,10 +32,14 @@ Cache = tuple[Array, Array]
 
 @struct.dataclass
 class Row:
-    """What attention needs of a step. step: int32 scalar. busy: bool [B], groups in which a branch goes on."""
+    """What attention needs of a step. step: int32 scalar. busy: bool [B], groups in which a branch goes on.
+
+    rule: how scores are made in the block at hand; `decode_step` fills it in.
+    """
 
     step: Array
     busy: Array
+    rule: tail_attention.Rule = tail_attention.Rule()
 
 
 # (run, layer, q [K, 1, B·G, g, H], k and v [K, 1, B·G, H] of this step, cache, row) -> (o like q, cache)
@@ -116,7 +120,9 @@ def shared_attention(prefilled: Prefilled) -> Attend:
             part = (1, 1, heads, branches, tile, head_dim)
             kt, vt = (lax.dynamic_slice(x, _corner(layer, b, 0, 0, j * tile, 0), part)[0, 0] for x in cache)
             valid = jnp.full(branches, jnp.clip(row.step + 1 - j * tile, 0, tile))
-            return tail_attention.forward(queries[b], kt, vt, valid, prefix, own_offset=tile)
+            return tail_attention.forward(
+                queries[b], kt, vt, valid, prefix, own_offset=row.step - j * tile, rule=row.rule
+            )
 
         def group(b):
             # A group whose branches have all stopped reads nothing of its prefix.
@@ -127,7 +133,10 @@ def shared_attention(prefilled: Prefilled) -> Attend:
                 def join(j, so_far):
                     return tail_attention.merge(*so_far, *own(b, j, None))
 
-                o, lse = lax.fori_loop(1, row.step // tile + 1, join, (o.astype(lse.dtype), lse))
+                first: Array | int = 1
+                if row.rule.window is not None:  # own tiles that the window has left behind
+                    first = jnp.maximum((row.step + 1 - row.rule.window) // tile, 1)
+                o, lse = lax.fori_loop(first, row.step // tile + 1, join, (o.astype(lse.dtype), lse))
             return o.astype(q.dtype)
 
         o = group(0)[None] if groups == 1 else lax.map(group, jnp.arange(groups))
@@ -150,7 +159,7 @@ def decode_step(
 
     The rows stand where the model's pieces have tokens: each piece treats tokens alike but for their positions.
     """
-    x = embed(params, ids, valid)[None]
+    x = embed(params, config, ids, valid)[None]
     rope = rope_tables(config, positions, jnp.promote_types(x.dtype, jnp.float32))
     tokens = Tokens(rope, jnp.full(1, ids.shape[0], jnp.int32))
     for r, (block, count) in enumerate(config.runs):
@@ -159,16 +168,17 @@ def decode_step(
         def body(carry, layer, run=run, block=block):
             x, cache = carry
             p, known = decode_params(params, run, layer, ids.shape[0]), None
+            here = at_block(config, int(run), layer, tokens)
             if block.has_attention:
-                q, k, v = attention_in(config, subset(p, ATTENTION_IN), x, rope)
-                o, cache = attend(run, layer, q, k, v, cache, row)
+                q, k, v = attention_in(config, subset(p, ATTENTION_IN), x, here.rope)
+                o, cache = attend(run, layer, q, k, v, cache, Row(row.step, row.busy, here.rule))
                 known = {"q": q, "k": k, "v": v, "o": o, "lse": o}
-            return (block_forward(config, block, p, x, tokens, None, known)[0], cache), None
+            return (block_forward(config, block, p, x, here, None, known)[0], cache), None
 
         (x, cache), _ = lax.scan(body, (x, caches.get(run)), jnp.arange(count))
         if cache is not None:
             caches = {**caches, run: cache}
-    return logits(params, config, rms_norm(x[0], params["norm"], config.rms_norm_eps)), caches
+    return logits(params, config, rms_norm(config, x[0], params["norm"])), caches
 
 
 def decode(

@@ -109,7 +109,28 @@ def make_objective(config: ConfigDict) -> Objective:
 def needs_reference(config: ConfigDict) -> bool:
     """Whether the objective reads log-probs of a reference policy, the one RL starts from."""
     fields = config.rl.objective
-    return fields.name == "dpo" or (fields.name in ("grpo", "gspo") and bool(fields.beta))
+    return not fields.reference_free if fields.name == "dpo" else bool(fields.beta)
+
+
+_ADVANTAGES = {"dr_grpo": ("group", "none"), "rloo": ("leave_one_out", "none"), "reinforce": ("batch", "none")}
+
+
+def advantage_options(config: ConfigDict) -> dict[str, str]:
+    """Keyword arguments of `rl.group_advantages`; "auto" is what the objective's source does.
+
+    Raises: ValueError for a baseline of the group's others with one response a prompt.
+    """
+    baseline, scale = _ADVANTAGES.get(config.rl.objective.name, ("group", "std"))
+    if config.rl.advantage_baseline != "auto":
+        baseline = config.rl.advantage_baseline
+    if config.rl.advantage_scale != "auto":
+        scale = config.rl.advantage_scale
+    if baseline in ("leave_one_out", "group") and config.rl.num_generations == 1 and config.rl.objective.name != "nll":
+        raise ValueError(
+            f'config.rl.num_generations is 1, but the baseline "{baseline}" of "{config.rl.objective.name}" is made of'
+            ' a group\'s responses: take two or more, or set config.rl.advantage_baseline to "batch" or "none"'
+        )
+    return {"baseline": baseline, "scale": scale}
 
 
 def replay_options(config: ConfigDict, **more: Any) -> dict[str, Any]:

@@ -14,13 +14,17 @@ from ml_collections import ConfigDict
 from lsfuse import data, replay, rl
 from lsfuse.model import ModelConfig
 from lsfuse.replay.objective import ObjectiveFn
-from lsfuse.train.build import Stage, replay_options
+from lsfuse.train.build import Stage, advantage_options, replay_options
 from lsfuse.train.optimizer import make_optimizer, make_schedule
-from lsfuse.train.rollout import roll_out
+from lsfuse.train.rollout import Rollout, fill_up, roll_out
 from lsfuse.train.step import make_update, to_host
 from lsfuse.types import Array, Params
 
 SAMPLE_STREAM, EVAL_STREAM = 1, 2
+
+
+class NoUsableGroupError(ValueError):
+    """Dynamic sampling found no group whose rewards differ."""
 
 
 @dataclasses.dataclass
@@ -90,6 +94,7 @@ class GroupRL:
         fields = config.rl
         self.config, self.model, self.task, self.reward_fn = config, model, task, reward_fn
         self.objective = objective
+        self.advantages = advantage_options(config)
         self.ref_params: Params | None = None  # set before the first step if the objective needs a reference
         self.steps, self.seed, self.iterations = fields.steps, config.seed, fields.num_iterations
         self.key = jax.random.fold_in(jax.random.key(config.seed), SAMPLE_STREAM)
@@ -127,8 +132,8 @@ class GroupRL:
     def step(self, state: State, step: int) -> dict[str, float]:
         """Changes `state`; returns metrics."""
         start = time.perf_counter()
-        batch, metrics = self._offline(state) if self.offline else self._sampled(state, step)
-        state.position += self.config.rl.num_prompts
+        batch, metrics, used = self._offline(state) if self.offline else self._sampled(state, step)
+        state.position += used
         sampled = time.perf_counter()
         batch = self._add_logps(state.params, batch)
         replay.check_batch(batch, self.model)
@@ -148,18 +153,38 @@ class GroupRL:
         batch = self._offline(state)[0] if self.offline else self._sampled(state, self.steps)[0]
         return self._add_logps(state.params, batch)
 
-    def _sampled(self, state: State, step: int) -> tuple[replay.Batch, dict[str, float]]:
-        fields = self.config.rl
-        chosen = data.indices(self.task.size("train"), self.seed, state.position, fields.num_prompts)
-        examples = [self.task.example("train", int(i)) for i in chosen]
-        key = jax.random.fold_in(self.key, step)
-        assert self.reward_fn is not None
-        out = roll_out(self.task, self.reward_fn, self.sample, state.params, examples, fields.max_prompt, key)
-        advantages = rl.group_advantages(out.rewards, np.asarray(out.batch.group_sizes), fields.advantage_scale)
-        old = out.logps if self.old_logps == "sampler" else None
-        return out.batch.replace(advantages=advantages, old_per_token_logps=old), out.metrics()
+    def _sampled(self, state: State, step: int) -> tuple[replay.Batch, dict[str, float], int]:
+        """(batch with advantages, metrics, how many examples were used up)."""
+        fields, key = self.config.rl, jax.random.fold_in(self.key, step)
+        out, used = self._roll_out(state, state.position, key), fields.num_prompts
+        if fields.dynamic_sampling:
+            for i in range(1, fields.dynamic_sampling):
+                if out.spread.all():
+                    break
+                more = self._roll_out(state, state.position + used, jax.random.fold_in(key, i))
+                out, used = fill_up(out, more), used + fields.num_prompts
+            if not out.spread.any():
+                raise NoUsableGroupError(
+                    f"RL step {step}: none of {used} groups (config.rl.dynamic_sampling {fields.dynamic_sampling}"
+                    f" batches) has responses of unlike reward (the mean is {out.rewards.mean():.3g}), so there is"
+                    " nothing to learn from; take easier or harder prompts, a graded reward, or more generations"
+                )
+        rewards = out.rewards
+        if fields.overlong_buffer is not None:
+            lengths = np.asarray(out.batch.completion_lengths)
+            rewards = rewards + rl.overlong_penalty(lengths, fields.max_response, fields.overlong_buffer)
+        advantages = rl.group_advantages(rewards, np.asarray(out.batch.group_sizes), **self.advantages)
+        batch = out.batch.replace(advantages=advantages, old_per_token_logps=out.logps)
+        return batch, {**out.metrics(), "examples": used}, used
 
-    def _offline(self, state: State) -> tuple[replay.Batch, dict[str, float]]:
+    def _roll_out(self, state: State, position: int, key: Array) -> Rollout:
+        fields = self.config.rl
+        chosen = data.indices(self.task.size("train"), self.seed, position, fields.num_prompts)
+        examples = [self.task.example("train", int(i)) for i in chosen]
+        assert self.reward_fn is not None
+        return roll_out(self.task, self.reward_fn, self.sample, state.params, examples, fields.max_prompt, key)
+
+    def _offline(self, state: State) -> tuple[replay.Batch, dict[str, float], int]:
         fields = self.config.rl
         chosen = data.indices(len(self.task), self.seed, state.position, fields.num_prompts)
         batch = data.make_batch(
@@ -174,17 +199,26 @@ class GroupRL:
             exists = np.arange(fields.num_generations) < batch.group_sizes[:, None]
             metrics["reward"] = float(batch.rewards[exists].mean())
             if batch.advantages is None:
-                advantages = rl.group_advantages(
-                    np.asarray(batch.rewards), np.asarray(batch.group_sizes), fields.advantage_scale
-                )
-                batch = batch.replace(advantages=advantages)
-        if fields.old_logps == "none":
-            batch = batch.replace(old_per_token_logps=None)
-        return batch, metrics
+                rewards, sizes = np.asarray(batch.rewards), np.asarray(batch.group_sizes)
+                batch = batch.replace(advantages=rl.group_advantages(rewards, sizes, **self.advantages))
+        return batch, metrics, fields.num_prompts
 
     def _add_logps(self, params: Params, batch: replay.Batch) -> replay.Batch:
-        if self.old_logps == "score" and (batch.old_per_token_logps is None or not self.offline):
+        """Old log-probs as the config asks for, in place of the sampling engine's, and the reference's."""
+        fields, theirs = self.config.rl, batch.old_per_token_logps
+        correct = fields.importance_correction != "none"
+        if correct and theirs is None:
+            raise ValueError(
+                f'config.rl.importance_correction is "{fields.importance_correction}", but the groups have no'
+                " old_logps, the log-probs of the engine that sampled them"
+            )
+        if correct or (self.old_logps == "score" and (theirs is None or not self.offline)):
             batch = batch.replace(old_per_token_logps=self.score(params, batch)[0])
+        if correct:
+            batch = rl.correct_importance(batch, theirs, fields.importance_correction, fields.importance_cap)
+        # "auto" may come to "none" for groups sampled elsewhere too: then the file's log-probs, if any, count.
+        if fields.old_logps == "none" or (self.old_logps == "none" and not self.offline):
+            batch = batch.replace(old_per_token_logps=None)
         if self.ref_params is not None and batch.ref_per_token_logps is None:
             batch = batch.replace(ref_per_token_logps=self.score(self.ref_params, batch)[0])
         return batch

@@ -44,17 +44,42 @@ class Rollout:
     logps: Array
     finished: np.ndarray
 
+    @property
+    def spread(self) -> np.ndarray:
+        """bool [B]: groups whose rewards are not all equal."""
+        return (self.rewards != self.rewards[:, :1]).any(axis=1)
+
     def metrics(self) -> dict[str, float]:
         lengths = self.batch.completion_lengths
-        spread = self.rewards.std(axis=1) > 0
         return {
             "reward": float(self.rewards.mean()),
             "reward_std": float(self.rewards.std(axis=1).mean()),
-            "groups_with_spread": float(spread.mean()),
+            "groups_with_spread": float(self.spread.mean()),
             "completion_length": float(lengths.mean()),
             "finished": float(self.finished.mean()),
             "tokens": int(self.batch.prompt_lengths.sum() + lengths.sum()),
         }
+
+
+def fill_up(out: Rollout, more: Rollout) -> Rollout:
+    """`out` with its groups of equal rewards replaced by groups of `more` whose rewards differ, as far as they go."""
+    into, given = np.flatnonzero(~out.spread), np.flatnonzero(more.spread)
+    source = dict(zip(into.tolist(), given.tolist(), strict=False))
+
+    def rows(a, b):
+        return np.stack([np.asarray(b)[source[i]] if i in source else np.asarray(a)[i] for i in range(len(a))])
+
+    def items(a, b):
+        return [b[source[i]] if i in source else a[i] for i in range(len(a))]
+
+    return Rollout(
+        items(out.examples, more.examples),
+        items(out.texts, more.texts),
+        rows(out.rewards, more.rewards),
+        jax.tree.map(rows, out.batch, more.batch),
+        rows(out.logps, more.logps),
+        rows(out.finished, more.finished),
+    )
 
 
 def roll_out(

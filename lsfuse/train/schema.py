@@ -11,7 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from lsfuse.model import REMAT_POLICIES
-from lsfuse.rl import LOSS_AGG_MODES
+from lsfuse.rl import BASELINES, DPO_LOSS_TYPES, IMPORTANCE_LEVELS, KL_KINDS, LOSS_AGG_MODES, SCALES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Field:
 
 
 _NONE = type(None)
+OBJECTIVE_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "gspo_token", "cispo", "reinforce", "rloo", "dpo", "nll")
 
 
 def _optimizer(learning_rate: float) -> dict[str, Field]:
@@ -109,15 +110,37 @@ SCHEMA: dict[str, Any] = {
             " none for one iteration, else sampler",
             choices=("auto", "none", "sampler", "score"),
         ),
-        "advantage_scale": Field("std", "whether advantages are divided by the group's std", choices=("std", "none")),
+        "advantage_baseline": Field(
+            "auto", "what is subtracted from a reward; auto: the objective's own", choices=("auto", *BASELINES)
+        ),
+        "advantage_scale": Field(
+            "auto", "whether advantages are divided by a std; auto: the objective's own", choices=("auto", *SCALES)
+        ),
+        "overlong_buffer": Field(
+            None, "tokens before max_response over which DAPO's penalty grows to -1; None: none", (int,), minimum=1
+        ),
+        "dynamic_sampling": Field(
+            0, "batches a step may sample to be full of groups whose rewards differ (DAPO); 0: off", minimum=0
+        ),
+        "importance_correction": Field(
+            "none",
+            "weights for responses whose log-probs another engine computed (the sampler, or the groups' file): one a"
+            " token or one a response",
+            choices=("none", *IMPORTANCE_LEVELS),
+        ),
+        "importance_cap": Field(2.0, "largest of these weights", minimum=0),
         "objective": {
-            "name": Field("grpo", "what a step minimises", choices=("grpo", "gspo", "dpo", "reinforce")),
+            "name": Field("grpo", "what a step minimises", choices=OBJECTIVE_NAMES),
             # None: the default of the objective's factory in `lsfuse.rl`.
-            "epsilon": Field(None, "clip range below 1 (grpo, gspo)", (float,)),
-            "epsilon_high": Field(None, "clip range above 1 (grpo, gspo)", (float,)),
+            "epsilon": Field(None, "clip range below 1", (float,)),
+            "epsilon_high": Field(None, "clip range above 1", (float,)),
             "beta": Field(None, "weight of the KL to the reference (grpo, gspo); dpo's beta", (float,), minimum=0),
-            "kl": Field(None, "estimator of that KL (grpo, gspo)", (str,), choices=("k1", "k3")),
-            "loss_agg_mode": Field(None, "how tokens are averaged (all but dpo)", (str,), choices=LOSS_AGG_MODES),
+            "kl": Field(None, "estimator of that KL (grpo, gspo)", (str,), choices=KL_KINDS),
+            "dual_clip": Field(None, "bound on the loss of bad tokens that became likelier (grpo, dapo)", (float,)),
+            "loss_agg_mode": Field(None, "how tokens are averaged", (str,), choices=LOSS_AGG_MODES),
+            "label_smoothing": Field(None, "share of wrong preferences (dpo)", (float,), minimum=0),
+            "loss_type": Field(None, "sigmoid or ipo (dpo)", (str,), choices=DPO_LOSS_TYPES),
+            "reference_free": Field(None, "whether the reference is left out (dpo)", (bool,)),
         },
         "optimizer": _optimizer(1e-4),
     },

@@ -1,7 +1,7 @@
 """Makes the golden checkpoints and values that tests/test_hf_golden.py compares this package with.
 
     pip install torch transformers            (made with torch 2.13.0, transformers 5.24.0)
-    python tests/golden/make_golden.py [--check]
+    python tests/golden/make_golden.py [--check] [NAME ...]
 
 Each folder beside this file gets a tiny checkpoint (random weights, float32) in the layout real ones have, and
 golden.npz: ids, loss weights, and logits, log-probs and gradients of every parameter by transformers
@@ -51,6 +51,13 @@ LLAMA3_ROPE = dict(
     # With head_dim 16 and theta 10,000 two wavelengths are kept, one is blended and five are stretched.
     original_max_position_embeddings=128,
 )
+GEMMA = {k: v for k, v in LLAMA.items() if k not in ("hidden_act", "tie_word_embeddings")} | dict(
+    hidden_activation="gelu_pytorch_tanh",
+    num_key_value_heads=2,
+    head_dim=8,
+    query_pre_attn_scalar=12,
+    final_logit_softcapping=12.0,
+)
 MODELS = {
     # Multi-head attention; neither num_key_value_heads nor head_dim, as in the first Llama 2 files.
     "llama2_mha": LLAMA | dict(rope_scaling=None, torch_dtype="float16", pretraining_tp=1, use_cache=True),
@@ -82,14 +89,67 @@ MODELS = {
         mlp_bias=True,
         rope_parameters=dict(rope_type="default", rope_theta=500.0),
     ),
+    # Windows are shorter than a row.
+    "mistral_window": LLAMA
+    | dict(
+        architectures=["MistralForCausalLM"],
+        model_type="mistral",
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=7,
+        rope_theta=10000.0,
+    ),
+    # Half of the first blocks full, the others sliding, as its max_window_layers says; yarn keeps, blends and divides.
+    "qwen3_yarn": LLAMA
+    | dict(
+        architectures=["Qwen3ForCausalLM"],
+        model_type="qwen3",
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+        sliding_window=9,
+        use_sliding_window=True,
+        max_window_layers=1,
+        rope_theta=10000.0,
+        rope_scaling=dict(
+            rope_type="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=8.0, beta_slow=0.5
+        ),
+    ),
+    # sliding, full, sliding
+    "gemma2": GEMMA
+    | dict(
+        architectures=["Gemma2ForCausalLM"],
+        model_type="gemma2",
+        num_hidden_layers=3,
+        sliding_window=9,
+        attn_logit_softcapping=6.0,
+    ),
+    # sliding, sliding, full, sliding; two rotary bases, the older spelling
+    "gemma3": GEMMA
+    | dict(
+        architectures=["Gemma3ForCausalLM"],
+        model_type="gemma3_text",
+        num_hidden_layers=4,
+        intermediate_size=20,
+        sliding_window=6,
+        sliding_window_pattern=3,
+        final_logit_softcapping=None,
+        rope_theta=10000.0,
+        rope_local_base_freq=50.0,
+        rope_scaling=dict(rope_type="linear", factor=4.0),
+    ),
 }
+# Their order gives each its seed: new ones come last.
+ORDER = ("linear_rope", "llama2_mha", "llama3_rope", "llama_sharded", "qwen2_bias", "smollm2_tied")
+ORDER += ("mistral_window", "qwen3_yarn", "gemma2", "gemma3")
 
 
 def randomise(model: torch.nn.Module, rng: np.random.Generator) -> None:
+    gain = 0 if model.config.model_type.startswith("gemma") else 1  # Gemma adds one itself
     for name, parameter in model.named_parameters():
         noise = rng.standard_normal(tuple(parameter.shape))
         if "norm" in name:
-            value = 1 + 0.3 * noise
+            value = gain + 0.3 * noise
         elif name.endswith("bias"):
             value = 0.3 * noise
         else:
@@ -142,7 +202,7 @@ def evaluate(folder: pathlib.Path, ids: np.ndarray, weights: np.ndarray, double:
 
 
 def make(name: str, folder: pathlib.Path) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(sorted(MODELS).index(name))
+    rng = np.random.default_rng(ORDER.index(name))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODELS[name], indent=2) + "\n")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
@@ -176,10 +236,11 @@ def compare(name: str, fresh: dict[str, np.ndarray]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with what is there, write nothing")
+    parser.add_argument("names", nargs="*", help="of models; all by default")
     args = parser.parse_args()
     torch.set_num_threads(1)
     good = True
-    for name in MODELS:
+    for name in args.names or MODELS:
         if args.check:
             with tempfile.TemporaryDirectory() as folder:
                 good &= compare(name, make(name, pathlib.Path(folder)))

@@ -5,21 +5,27 @@ policy and the reference. Every normaliser is global, fixed by `prepare` in `bat
 run, so that loss = Σ weight · per-token loss in any split of the batch.
 """
 
+from lsfuse.rl.objectives.cispo import cispo
 from lsfuse.rl.objectives.common import KL_KINDS, LOSS_AGG_MODES, kl_estimate, log_ratio, token_weights
 from lsfuse.rl.objectives.dpo import dpo
-from lsfuse.rl.objectives.grpo import grpo
-from lsfuse.rl.objectives.gspo import gspo
-from lsfuse.rl.objectives.likelihood import nll, reinforce
+from lsfuse.rl.objectives.grpo import dapo, dr_grpo, grpo
+from lsfuse.rl.objectives.gspo import gspo, gspo_token
+from lsfuse.rl.objectives.likelihood import nll, reinforce, rloo
 
 __all__ = [
     "KL_KINDS",
     "LOSS_AGG_MODES",
+    "cispo",
+    "dapo",
     "dpo",
+    "dr_grpo",
     "grpo",
     "gspo",
+    "gspo_token",
     "kl_estimate",
     "log_ratio",
     "nll",
     "reinforce",
+    "rloo",
     "token_weights",
 ]

@@ -13,8 +13,8 @@ from lsfuse.replay.batch import Batch
 from lsfuse.replay.objective import masked_mean
 from lsfuse.types import Array
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
-KL_KINDS = ("k1", "k3")
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+KL_KINDS = ("k1", "k2", "k3")
 
 
 def token_weights(batch: Batch, loss_agg_mode: str) -> Array:
@@ -23,11 +23,13 @@ def token_weights(batch: Batch, loss_agg_mode: str) -> Array:
     "token-mean": every loss token of the batch weighs the same (DAPO, arXiv 2503.14476, eq. 8).
     "seq-mean-token-mean": mean over responses of the mean over a response's loss tokens (DeepSeekMath eq. 3).
     "seq-mean-token-sum": mean over responses of the sum over a response's loss tokens.
+    "seq-mean-token-sum-norm": the same divided by R, the longest response allowed: a constant, so that no response
+        weighs more for being short (Dr. GRPO, arXiv 2503.20783, sec. 3.2).
 
     A response without loss tokens counts as a response (its share is 0), padding branches do not count. All weights
     are 0 if nothing carries loss.
     """
-    _check_choice("loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES)
+    check_choice("loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES)
     dtype = jnp.result_type(float)
     mask = batch.loss_mask.astype(dtype)
     if loss_agg_mode == "token-mean":
@@ -35,6 +37,8 @@ def token_weights(batch: Batch, loss_agg_mode: str) -> Array:
     responses = jnp.maximum(jnp.sum(batch.branch_mask.astype(dtype)), 1)
     if loss_agg_mode == "seq-mean-token-sum":
         return mask / responses
+    if loss_agg_mode == "seq-mean-token-sum-norm":
+        return mask / (responses * mask.shape[-1])
     return mask / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1) / responses
 
 
@@ -43,7 +47,7 @@ def prepare_weights(loss_agg_mode: str, name: str, needs: tuple[str, ...] = ()):
 
     Weights that are already set stay as they are: whoever splits a batch by hand prepares it first, as a whole.
     """
-    _check_choice("loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES)
+    check_choice("loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES)
 
     def prepare(batch: Batch) -> Batch:
         require(batch, name, needs)
@@ -103,12 +107,15 @@ def kl_estimate(per_token_logps: Array, ref_per_token_logps: Array, mask: Array,
 
     Source: J. Schulman, "Approximating KL divergence" (2020). "k1": log π - log π_ref, unbiased, of either sign; as a
     loss term its on-policy gradient has mean 0, so that it only adds noise unless it enters through the reward.
+    "k2": (log π - log π_ref)² / 2, biased, but its on-policy gradient is that of the KL.
     "k3": π_ref/π - 1 - log(π_ref/π), never negative (DeepSeekMath eq. 4); the one TRL uses.
     """
-    _check_choice("kl", kind, KL_KINDS)
+    check_choice("kl", kind, KL_KINDS)
     logps = jnp.where(mask, per_token_logps, 0.0)
     delta = jnp.where(mask, ref_per_token_logps, 0.0).astype(logps.dtype) - logps
-    return -delta if kind == "k1" else jnp.expm1(delta) - delta
+    if kind == "k1":
+        return -delta
+    return 0.5 * delta * delta if kind == "k2" else jnp.expm1(delta) - delta
 
 
 def weighted_sum(batch: Batch, losses: Array) -> Array:
@@ -124,10 +131,19 @@ def per_token_advantages(batch: Batch, dtype) -> Array:
     return jnp.where(batch.loss_mask, advantages, 0.0)
 
 
-def clipped_surrogate(ratio: Array, advantages: Array, epsilon: float, epsilon_high: float) -> Array:
-    """-min(ratio · A, clip(ratio, 1 - epsilon, 1 + epsilon_high) · A): PPO (arXiv 1707.06347) eq. 7, as a loss."""
+def clipped_surrogate(
+    ratio: Array, advantages: Array, epsilon: float, epsilon_high: float, dual_clip: float | None = None
+) -> Array:
+    """-min(ratio · A, clip(ratio, 1 - epsilon, 1 + epsilon_high) · A): PPO (arXiv 1707.06347) eq. 7, as a loss.
+
+    dual_clip: bound c > 1 on the loss of a bad token that became much likelier, c · |A| for A < 0 (arXiv 1912.09729,
+    eq. 5).
+    """
     clipped = jnp.clip(ratio, 1 - epsilon, 1 + epsilon_high)
-    return -jnp.minimum(ratio * advantages, clipped * advantages)
+    surrogate = jnp.minimum(ratio * advantages, clipped * advantages)
+    if dual_clip is not None:
+        surrogate = jnp.where(advantages < 0, jnp.maximum(surrogate, dual_clip * advantages), surrogate)
+    return -surrogate
 
 
 def ratio_metrics(ratio: Array, advantages: Array, mask: Array, epsilon: float, epsilon_high: float) -> dict:
@@ -154,15 +170,20 @@ def check_epsilon(name: str, epsilon: float, epsilon_high: float | None) -> floa
     return epsilon_high
 
 
+def check_dual_clip(name: str, dual_clip: float | None) -> None:
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"{name}: dual_clip must be above 1 (verl and Tunix: 3), or None for none; got {dual_clip}")
+
+
 def check_beta(name: str, beta: float) -> None:
     if not 0 <= beta < float("inf"):
         raise ValueError(f"{name}: beta must be finite and not negative, got {beta}")
 
 
-def _check_choice(field: str, value: str, valid: tuple[str, ...]) -> None:
+def check_choice(field: str, value: str, valid: tuple[str, ...]) -> None:
     if value not in valid:
         raise ValueError(f"{field} {value!r} is unknown; valid: {', '.join(valid)}")
 
 
 def check_kl(kind: str) -> None:
-    _check_choice("kl", kind, KL_KINDS)
+    check_choice("kl", kind, KL_KINDS)

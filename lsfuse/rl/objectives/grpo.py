@@ -1,4 +1,6 @@
-"""GRPO: clipped token ratios with group-relative advantages."""
+"""GRPO and what differs from it in constants: clipped token ratios with group-relative advantages."""
+
+import dataclasses
 
 import jax.numpy as jnp
 
@@ -14,6 +16,7 @@ def grpo(
     beta: float = 0.0,
     kl: str = "k3",
     loss_agg_mode: str = "seq-mean-token-mean",
+    dual_clip: float | None = None,
 ) -> Objective:
     """Σ weight · (-min(ρ A, clip(ρ, 1 - epsilon, 1 + epsilon_high) A) + beta · KL), ρ = π(token) / π_old(token).
 
@@ -24,9 +27,10 @@ def grpo(
         epsilon: 0.2 (both the same).
         epsilon_high: None, equal to epsilon (TRL the same).
         beta: 0, no reference needed (TRL 0; Tunix 0.04).
-        kl: "k3" (TRL the same) or "k1".
+        kl: "k3" (TRL the same), "k1" or "k2".
         loss_agg_mode: "seq-mean-token-mean", the paper's (TRL's `loss_type="grpo"`; TRL's default "dapo" is
             "token-mean" here, and so is Tunix's GRPO). See `token_weights`.
+        dual_clip: None (TRL `delta`, None, bounds the ratio likewise). See `common.clipped_surrogate`.
 
     Needs batch.advantages ([B, G], or per token [B, G, R]); ref_per_token_logps if beta > 0. Without
     old_per_token_logps the batch is on-policy: ratio 1.
@@ -37,13 +41,14 @@ def grpo(
     epsilon_high = common.check_epsilon("grpo", epsilon, epsilon_high)
     common.check_beta("grpo", beta)
     common.check_kl(kl)
+    common.check_dual_clip("grpo", dual_clip)
     needs = ("advantages", "ref_per_token_logps") if beta > 0 else ("advantages",)
 
     def loss_fn(per_token_logps: Array, entropies: Array, batch: Batch) -> tuple[Array, dict]:
         mask = batch.loss_mask
         ratio = jnp.exp(common.log_ratio(per_token_logps, batch.old_per_token_logps, mask))
         advantages = common.per_token_advantages(batch, ratio.dtype)
-        losses = common.clipped_surrogate(ratio, advantages, epsilon, epsilon_high)
+        losses = common.clipped_surrogate(ratio, advantages, epsilon, epsilon_high, dual_clip)
         metrics = common.ratio_metrics(ratio, advantages, mask, epsilon, epsilon_high)
         if batch.ref_per_token_logps is not None:
             kl_tokens = common.kl_estimate(per_token_logps, batch.ref_per_token_logps, mask, kl)
@@ -53,3 +58,25 @@ def grpo(
         return common.weighted_sum(batch, losses), metrics
 
     return Objective(loss_fn, "branch", common.prepare_weights(loss_agg_mode, "grpo", needs), "grpo")
+
+
+def dr_grpo(
+    epsilon: float = 0.2, epsilon_high: float | None = None, beta: float = 0.0, kl: str = "k3"
+) -> Objective:
+    """GRPO without its two biases: token losses are divided by the longest response allowed, not by each one's length,
+    and advantages are not divided by the group's std (`group_advantages(scale="none")`).
+
+    Source: Dr. GRPO (arXiv 2503.20783) sec. 3.2. TRL: `loss_type="dr_grpo"`, `scale_rewards=False`; Tunix: `dr_grpo`.
+    """
+    objective = grpo(epsilon, epsilon_high, beta, kl, "seq-mean-token-sum-norm")
+    return dataclasses.replace(objective, name="dr_grpo")
+
+
+def dapo(epsilon: float = 0.2, epsilon_high: float | None = 0.28, dual_clip: float | None = None) -> Objective:
+    """GRPO with clip-higher, a mean over all tokens and no KL.
+
+    Source: DAPO (arXiv 2503.14476) eq. 8 and 10, its constants. TRL: `loss_type="dapo"` (epsilon_high as epsilon
+    unless set); Tunix: `dapo`, 0.28. Its overlong penalty is `overlong_penalty`, added to the rewards; dynamic sampling
+    is the training loop's (`config.rl.dynamic_sampling`).
+    """
+    return dataclasses.replace(grpo(epsilon, epsilon_high, 0.0, "k3", "token-mean", dual_clip), name="dapo")

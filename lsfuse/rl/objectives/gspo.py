@@ -1,5 +1,6 @@
-"""GSPO: one clipped ratio per response."""
+"""GSPO: one clipped ratio per response, with the gradient of the response or of each token."""
 
+import jax
 import jax.numpy as jnp
 
 from lsfuse.replay.batch import Batch
@@ -31,26 +32,51 @@ def gspo(
     Needs batch.advantages [B, G] (one per response); ref_per_token_logps if beta > 0; without old_per_token_logps the
     batch is on-policy. Metrics as in `grpo`; "ratio" and the clip ratios are means over responses with loss tokens.
     """
-    epsilon_high = common.check_epsilon("gspo", epsilon, epsilon_high)
-    common.check_beta("gspo", beta)
+    return _gspo("gspo", False, epsilon, epsilon_high, beta, kl, loss_agg_mode)
+
+
+def gspo_token(
+    epsilon: float = 3e-4,
+    epsilon_high: float | None = 4e-4,
+    beta: float = 0.0,
+    kl: str = "k3",
+    loss_agg_mode: str = "seq-mean-token-mean",
+) -> Objective:
+    """GSPO with a ratio per token of the same value, sg(s) · π(token) / sg(π(token)), so that advantages may differ
+    from token to token; with one advantage per response its loss and gradient are those of `gspo`.
+
+    Source: GSPO (arXiv 2507.18071) eq. 13 to 15. Tunix: `loss_algo="gspo-token"`, epsilon 0.2; TRL:
+    `importance_sampling_level="sequence_token"`.
+
+    Needs batch.advantages [B, G] or [B, G, R]; otherwise as `gspo`.
+    """
+    return _gspo("gspo_token", True, epsilon, epsilon_high, beta, kl, loss_agg_mode)
+
+
+def _gspo(name, per_token, epsilon, epsilon_high, beta, kl, loss_agg_mode) -> Objective:
+    epsilon_high = common.check_epsilon(name, epsilon, epsilon_high)
+    common.check_beta(name, beta)
     common.check_kl(kl)
     needs = ("advantages", "ref_per_token_logps") if beta > 0 else ("advantages",)
-    prepare_weights = common.prepare_weights(loss_agg_mode, "gspo", needs)
+    prepare_weights = common.prepare_weights(loss_agg_mode, name, needs)
 
     def prepare(batch: Batch) -> Batch:
         batch = prepare_weights(batch)
         advantages = common.field_of(batch, "advantages")
-        if advantages.ndim != 2:
+        if advantages.ndim != 2 and not per_token:
             raise ValueError(f"gspo needs one advantage per response, [B, G]; got shape {advantages.shape}")
         return batch
 
     def loss_fn(per_token_logps: Array, entropies: Array, batch: Batch) -> tuple[Array, dict]:
         mask = batch.loss_mask
         ratio = sequence_ratio(common.log_ratio(per_token_logps, batch.old_per_token_logps, mask), mask)
+        metrics_mask = jnp.any(mask, axis=-1, keepdims=True)
+        if per_token:
+            ratio = jax.lax.stop_gradient(ratio) * jnp.exp(common.log_ratio(per_token_logps, None, mask))
+            metrics_mask = mask
         advantages = common.per_token_advantages(batch, ratio.dtype)
         losses = common.clipped_surrogate(ratio, advantages, epsilon, epsilon_high)
-        has_loss = jnp.any(mask, axis=-1, keepdims=True)
-        metrics = common.ratio_metrics(ratio, advantages, has_loss, epsilon, epsilon_high)
+        metrics = common.ratio_metrics(ratio, advantages, metrics_mask, epsilon, epsilon_high)
         if batch.ref_per_token_logps is not None:
             kl_tokens = common.kl_estimate(per_token_logps, batch.ref_per_token_logps, mask, kl)
             losses = losses + beta * kl_tokens if beta > 0 else losses
@@ -58,4 +84,4 @@ def gspo(
         metrics["entropy"] = masked_mean(entropies, mask)
         return common.weighted_sum(batch, losses), metrics
 
-    return Objective(loss_fn, "branch", prepare, "gspo")
+    return Objective(loss_fn, "branch", prepare, name)

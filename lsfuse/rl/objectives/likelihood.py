@@ -1,5 +1,7 @@
 """Objectives that are linear in the log-probs: REINFORCE and maximum likelihood."""
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from lsfuse.replay.batch import Batch
@@ -9,7 +11,8 @@ from lsfuse.types import Array
 
 
 def reinforce(loss_agg_mode: str = "seq-mean-token-mean") -> Objective:
-    """Σ weight · (-A · log π(token)): Williams (1992), with the advantage as the return minus its baseline.
+    """Σ weight · (-A · log π(token)): Williams (1992), with the advantage as the return minus its baseline (the mean of
+    the batch, `group_advantages(baseline="batch", scale="none")`, unless the caller sets others).
 
     Its gradient is that of on-policy `grpo` without KL. Needs batch.advantages. Metrics: "entropy".
     """
@@ -23,8 +26,21 @@ def reinforce(loss_agg_mode: str = "seq-mean-token-mean") -> Objective:
     return Objective(loss_fn, "branch", prepare, "reinforce")
 
 
+def rloo() -> Objective:
+    """REINFORCE on whole responses, -A · log π(response), each against the mean reward of its group's others
+    (`group_advantages(baseline="leave_one_out", scale="none")`).
+
+    Source: RLOO (arXiv 2402.14740) eq. 6 and 7. TRL's RLOOTrainer adds PPO's clip (epsilon 0.2) and a KL of weight
+    0.05 in the reward; Tunix has the same name in its advantage estimators.
+    """
+    return dataclasses.replace(reinforce("seq-mean-token-sum"), name="rloo")
+
+
 def nll(loss_agg_mode: str = "token-mean") -> Objective:
     """Σ weight · (-log π(token)): supervised training on the batch's responses; completion_mask selects the targets.
+
+    Several answers to one prompt are a group, and the prompt is run once for all of them. "token-mean" as in TRL's
+    SFTTrainer and Tunix's PeftTrainer.
 
     Metrics: "nll" (mean over target tokens, in nats), "entropy".
     """

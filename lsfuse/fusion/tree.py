@@ -1,0 +1,80 @@
+"""What all transforms share: naming blocks, checking spans, and putting a model together again from its blocks."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+import jax.numpy as jnp
+
+from lsfuse.model.config import BlockConfig, ModelConfig, block_param_shapes, ffn_norm
+from lsfuse.model.layers import FFN_IN, FFN_NORM, FFN_OUT
+from lsfuse.model.params import check_params, stack_blocks
+from lsfuse.types import Array, Params
+
+Leaves = dict[str, Array]
+Transform = Callable[[ModelConfig, Params], tuple[ModelConfig, Params]]
+
+
+def block_sources(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+    """Of which blocks of the original model each block is made."""
+    return config.sources or tuple((i,) for i in range(config.num_blocks))
+
+
+def check_spans(name: str, spans: Sequence[tuple[int, int]], config: ModelConfig) -> list[tuple[int, int]]:
+    """The spans in order. Raises ValueError where they overlap, descend or run out of range."""
+    ordered = sorted(spans)
+    for first, last in ordered:
+        if first > last:
+            raise ValueError(f"{name}: span {first}-{last} descends; spans are (first, last), inclusive")
+        if first < 0 or last >= config.num_blocks:
+            raise ValueError(f"{name}: span {first}-{last} is out of range; the model has {config.num_blocks} blocks")
+    for (a, b), (c, d) in zip(ordered, ordered[1:], strict=False):
+        if c <= b:
+            raise ValueError(f"{name}: spans {a}-{b} and {c}-{d} overlap")
+    return ordered
+
+
+def check_range(name: str, blocks: Sequence[int], config: ModelConfig) -> None:
+    for i in blocks:
+        if not 0 <= i < config.num_blocks:
+            raise ValueError(f"{name}: block {i} is out of range; the model has blocks 0 to {config.num_blocks - 1}")
+
+
+def block_indices(name: str, blocks: Iterable[int]) -> tuple[int, ...]:
+    chosen = tuple(int(b) for b in blocks)
+    if len(set(chosen)) < len(chosen):
+        twice = next(b for b in chosen if chosen.count(b) > 1)
+        raise ValueError(f"{name}: block {twice} is named twice")
+    return tuple(sorted(chosen))
+
+
+def rebuild(config, params, blocks, leaves, sources, note: str) -> tuple[ModelConfig, Params]:
+    notes = (*config.transforms, note) if note else config.transforms
+    new = dataclasses.replace(config, blocks=tuple(blocks), sources=tuple(sources), transforms=notes)
+    params = {**params, "runs": stack_blocks(new, leaves)}
+    check_params(new, params)
+    return new, params
+
+
+def leaves_of(config: ModelConfig, block: BlockConfig, leaves: Leaves) -> Leaves:
+    """Those of the leaves that `block` has."""
+    return {n: leaves[n] for n in block_param_shapes(config, block)}
+
+
+def ffn_names(config: ModelConfig) -> set[str]:
+    """Leaves that belong to a block's FFN."""
+    return {ffn_norm(config), *FFN_IN, *FFN_OUT, *((FFN_NORM,) if config.post_norms else ())}
+
+
+def widened(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def block_ranges(blocks: Sequence[int]) -> str:
+    """0, 2-5 for (0, 2, 3, 4, 5)."""
+    runs: list[list[int]] = []
+    for b in blocks:
+        if runs and b == runs[-1][1] + 1:
+            runs[-1][1] = b
+        else:
+            runs.append([b, b])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
