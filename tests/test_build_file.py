@@ -1,6 +1,7 @@
 """BUILD is complete: every file in one library, the dependencies those of the imports, every test file a target."""
 
 import ast
+import functools
 import pathlib
 import re
 from typing import Any
@@ -27,6 +28,7 @@ def value(node: ast.expr) -> Any:
     return eval(code, {"glob": glob, "__builtins__": {}})  # The repository's own file.
 
 
+@functools.cache
 def targets() -> dict[str, dict[str, Any]]:
     """name -> attributes of every rule in BUILD, with "rule" among them."""
     found: dict[str, dict[str, Any]] = {}

@@ -168,7 +168,7 @@ def test_every_field_of_a_configuration_is_written():
     known |= {"rope_scaling", "rms_norm_eps", "hidden_act", "qkv_bias", "o_bias", "mlp_bias", "tie_word_embeddings"}
     known |= {"family", "bos_token_id", "eos_token_ids", "pad_token_id", "qk_norm", "post_norms", "norm_offset"}
     known |= {"embed_scale", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}
-    known |= {"local_rope_theta", "local_rope_scaling"}
+    known |= {"local_rope_theta", "local_rope_scaling", "sources", "transforms"}
     assert {field.name for field in dataclasses.fields(ModelConfig)} == known
     assert {field.name for field in dataclasses.fields(BlockConfig)} == {
         "attention",

@@ -62,8 +62,8 @@ def test_one_pass_objectives(x64, name, options):
     ("config", "options"),
     [
         (helpers.MIXED, {"prefix_activations": "recompute", "remat_policy": "nothing_saveable"}),
-        (helpers.MIXED, {"prefix_grad": 4, "branch_batch": 1}),
-        (helpers.HOLLOW, {"prefix_activations": "keep"}),
+        pytest.param(helpers.MIXED, {"prefix_grad": 4, "branch_batch": 1}, marks=pytest.mark.slow),
+        pytest.param(helpers.HOLLOW, {"prefix_activations": "keep"}, marks=pytest.mark.slow),
     ],
     ids=["mixed-recompute", "mixed-n", "hollow-keep"],
 )

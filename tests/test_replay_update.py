@@ -63,6 +63,7 @@ def split(batch, groups):
     )
 
 
+@pytest.mark.slow
 def test_micro_batches_of_1_2_4_rows(x64):
     """At once, in branch batches, as several groups of the same prompt, and one call a group, added up."""
     batch = rows_of_one_prompt()
