@@ -115,7 +115,7 @@ def needs_reference(config: ConfigDict) -> bool:
 _ADVANTAGES = {"dr_grpo": ("group", "none"), "rloo": ("leave_one_out", "none"), "reinforce": ("batch", "none")}
 
 
-def advantage_options(config: ConfigDict) -> dict[str, str]:
+def advantage_options(config: ConfigDict) -> dict[str, Any]:
     """Keyword arguments of `rl.group_advantages`; "auto" is what the objective's source does.
 
     Raises: ValueError for a baseline of the group's others with one response a prompt.

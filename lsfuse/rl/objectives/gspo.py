@@ -69,7 +69,7 @@ def _gspo(name, per_token, epsilon, epsilon_high, beta, kl, loss_agg_mode) -> Ob
 
     def loss_fn(per_token_logps: Array, entropies: Array, batch: Batch) -> tuple[Array, dict]:
         mask = batch.loss_mask
-        ratio = sequence_ratio(common.log_ratio(per_token_logps, batch.old_per_token_logps, mask), mask)
+        ratio: Array = sequence_ratio(common.log_ratio(per_token_logps, batch.old_per_token_logps, mask), mask)
         metrics_mask = jnp.any(mask, axis=-1, keepdims=True)
         if per_token:
             ratio = jax.lax.stop_gradient(ratio) * jnp.exp(common.log_ratio(per_token_logps, None, mask))
