@@ -70,13 +70,12 @@ def _gspo(name, per_token, epsilon, epsilon_high, beta, kl, loss_agg_mode) -> Ob
     def loss_fn(per_token_logps: Array, entropies: Array, batch: Batch) -> tuple[Array, dict]:
         mask = batch.loss_mask
         ratio: Array = sequence_ratio(common.log_ratio(per_token_logps, batch.old_per_token_logps, mask), mask)
-        metrics_mask = jnp.any(mask, axis=-1, keepdims=True)
+        counted: Array = mask if per_token else jnp.any(mask, axis=-1, keepdims=True)
         if per_token:
             ratio = jax.lax.stop_gradient(ratio) * jnp.exp(common.log_ratio(per_token_logps, None, mask))
-            metrics_mask = mask
         advantages = common.per_token_advantages(batch, ratio.dtype)
         losses = common.clipped_surrogate(ratio, advantages, epsilon, epsilon_high)
-        metrics = common.ratio_metrics(ratio, advantages, metrics_mask, epsilon, epsilon_high)
+        metrics = common.ratio_metrics(ratio, advantages, counted, epsilon, epsilon_high)
         if batch.ref_per_token_logps is not None:
             kl_tokens = common.kl_estimate(per_token_logps, batch.ref_per_token_logps, mask, kl)
             losses = losses + beta * kl_tokens if beta > 0 else losses
