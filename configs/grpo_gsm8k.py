@@ -35,8 +35,8 @@ def get_config(checkpoint: str = "HuggingFaceTB/SmolLM2-135M-Instruct") -> Confi
     config.task.gsm8k.eval_path = "data/gsm8k/test.jsonl"
     config.task.gsm8k.long_prompts = "drop"
 
-    config.rl.steps = 6
-    config.rl.num_prompts = 4
+    config.rl.steps = 4
+    config.rl.num_prompts = 2
     config.rl.num_generations = 8
     config.rl.max_prompt = 1280
     config.rl.max_response = 128
