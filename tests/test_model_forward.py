@@ -269,3 +269,15 @@ def test_bad_rope_scaling():
 def test_configs_are_hashable():
     assert hash(helpers.MIXED) == hash(dataclasses.replace(helpers.MIXED))
     assert isinstance(helpers.MIXED, ModelConfig) and helpers.MIXED != helpers.TINY
+
+
+def test_blocks_without_anything():
+    """Fresh parameters have a place for a run without leaves, and such a block changes no bit."""
+    block = helpers.TINY.blocks[0]
+    empty = dataclasses.replace(helpers.TINY, blocks=(block, BlockConfig("none", 1, 0), block))
+    params = model.init_params(empty, jax.random.key(0))
+    assert params["runs"]["1"] == {}
+    runs = {"0": jax.tree.map(lambda a, b: jnp.concatenate([a, b]), params["runs"]["0"], params["runs"]["2"])}
+    ids = jnp.arange(6)[None]
+    want = model.forward({**params, "runs": runs}, helpers.TINY, ids)
+    np.testing.assert_array_equal(model.forward(params, empty, ids), want)

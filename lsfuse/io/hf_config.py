@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lsfuse.io import hf_nemotron as nemotron
 from lsfuse.io.hf_families import (
     ARCHITECTURES,
     ATTENTION_BIAS,
@@ -66,7 +67,9 @@ def config_from_hf(raw: Mapping[str, Any], source: str = "config.json") -> Model
     or activation, quantised weights, and missing or mistyped keys.
     """
     try:
-        return _own(raw) if raw.get("model_type") == OWN_TYPE else _from_family(raw)
+        if raw.get("model_type") == OWN_TYPE:
+            return _own(raw)
+        return _nemotron(raw) if raw.get("model_type") == nemotron.TYPE else _from_family(raw)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 
@@ -117,6 +120,15 @@ def _from_family(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def _nemotron(raw: Mapping[str, Any]) -> ModelConfig:
+    """Llama's keys, with sizes of a block that stand in for the table's until it takes their place."""
+    heads, hidden = integer(raw, "num_attention_heads"), integer(raw, "hidden_size")
+    blocks = nemotron.blocks_from_nemotron(raw, heads, hidden)
+    like_llama = {**raw, "model_type": "llama", "architectures": [ARCHITECTURES["llama"]]}
+    like_llama |= {"intermediate_size": 1, "num_key_value_heads": 1, "num_hidden_layers": 1, "layer_types": None}
+    return dataclasses.replace(_from_family(like_llama), blocks=blocks, family=nemotron.TYPE)
+
+
 def _own(raw: Mapping[str, Any]) -> ModelConfig:
     fields = dict(raw.get("lsfuse") or {})
     known = {f.name for f in dataclasses.fields(ModelConfig)}
@@ -134,15 +146,25 @@ def _own(raw: Mapping[str, Any]) -> ModelConfig:
         raise ValueError(f"model_type 'lsfuse' with fields that do not make a model: {error}") from None
 
 
+def why_not_family(config: ModelConfig) -> list[str]:
+    """Why the model cannot be written as its family; empty if it can."""
+    return nemotron.why_not_nemotron(config) if config.family == nemotron.TYPE else why_not_standard(config)
+
+
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Contents of config.json, in the spelling that all versions of transformers read. dtype: the tensors', by name."""
-    if reasons := why_not_standard(config):
+    """Contents of config.json, in the spelling that all versions of transformers read. dtype: the tensors', by name.
+
+    A model of family "nemotron-nas" gets a table of blocks, others one width and one number of kv heads for all; what
+    its family cannot express is written as "lsfuse".
+    """
+    tabled = config.family == nemotron.TYPE
+    if reasons := why_not_family(config):
         own = dataclasses.asdict(config)
         note = {"why_not_standard": reasons, "torch_dtype": dtype}
         return {"architectures": [_OWN_ARCHITECTURE], "model_type": OWN_TYPE, **note, "lsfuse": own}
     block, eos = config.blocks[0], config.eos_token_ids
     raw: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[config.family]],
+        "architectures": [nemotron.ARCHITECTURE if tabled else ARCHITECTURES[config.family]],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -162,9 +184,12 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "pad_token_id": config.pad_token_id,
         "torch_dtype": dtype,
     }
-    if config.family in ATTENTION_BIAS:
+    if tabled:
+        raw |= {"intermediate_size": None, "num_key_value_heads": None}
+        raw["block_configs"] = nemotron.blocks_to_nemotron(config)
+    if tabled or config.family in ATTENTION_BIAS:
         raw["attention_bias"] = config.qkv_bias
-    if config.family == "llama":
+    if tabled or config.family == "llama":
         raw["mlp_bias"] = config.mlp_bias
     if config.family in GEMMA:
         raw |= {

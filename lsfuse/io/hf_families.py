@@ -63,7 +63,7 @@ def find_family(raw: Mapping[str, Any]) -> str:
     named = raw.get("architectures") or []
     family = raw.get("model_type") or next((f for f, a in ARCHITECTURES.items() if a in named), None)
     if family not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
+        supported = ", ".join((*ARCHITECTURES, "nemotron-nas"))
         raise ValueError(f"model_type {family!r} (architectures {named}) is not supported; supported: {supported}")
     if named and ARCHITECTURES[family] not in named:
         raise ValueError(

@@ -23,6 +23,7 @@ from lsfuse.io.hf_config import read_config, read_json
 from lsfuse.io.hf_names import EMBED, HEAD, TensorSpec, tensor_specs
 from lsfuse.io.hf_safetensors import FLOAT_DTYPES, TensorInfo, read_header, read_rows
 from lsfuse.model.config import ModelConfig, param_shapes
+from lsfuse.model.params import with_all_runs
 from lsfuse.types import Array, Params
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -208,7 +209,7 @@ def _read_params(
         for spec in members:
             leaf = _fill(leaf, spec, tensors[spec.name])
         leaves[path] = leaf
-    return traverse_util.unflatten_dict(leaves)
+    return with_all_runs(config, traverse_util.unflatten_dict(leaves))
 
 
 def _fill(leaf: Array, spec: TensorSpec, info: TensorInfo) -> Array:

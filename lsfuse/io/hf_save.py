@@ -22,7 +22,7 @@ from flax import traverse_util
 from jax import lax
 
 from lsfuse.io.hf_arrays import cast, transpose
-from lsfuse.io.hf_config import config_to_hf, read_config, why_not_standard
+from lsfuse.io.hf_config import config_to_hf, read_config, why_not_family
 from lsfuse.io.hf_load import INDEX, SINGLE
 from lsfuse.io.hf_names import TensorSpec, tensor_specs
 from lsfuse.io.hf_safetensors import FLOAT_DTYPES, TensorPlan, header_bytes, write_file
@@ -93,7 +93,7 @@ def save_hf(
     _recover(target, saving, previous)
     same_model = _check_target(target, config, overwrite)
     _check_space(target.parent, shards)
-    if reasons := why_not_standard(config):
+    if reasons := why_not_family(config):
         _log.warning("%s: transformers cannot load this model (%s); load_hf can", target, "; ".join(reasons))
     saving.mkdir()
     try:

@@ -30,7 +30,13 @@ def init_params(config: ModelConfig, key: Array, dtype=jnp.float32) -> Params:
         return (std * jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32)).astype(dtype)
 
     leaves = {path: leaf(i, path, shapes[path]) for i, path in enumerate(sorted(shapes))}
-    return traverse_util.unflatten_dict(leaves, sep="/")
+    return with_all_runs(config, traverse_util.unflatten_dict(leaves, sep="/"))
+
+
+def with_all_runs(config: ModelConfig, params: Params) -> Params:
+    """`params` with a place for every run: blocks with neither attention nor FFN have no leaf that would make one."""
+    runs = params.get("runs", {})
+    return {**params, "runs": {str(r): runs.get(str(r), {}) for r in range(len(config.runs))}}
 
 
 def check_params(config: ModelConfig, params: Params) -> None:
