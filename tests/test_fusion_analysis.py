@@ -138,6 +138,7 @@ def test_removal_scores(x64, part):
             np.testing.assert_allclose(got[i], want, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_evaluation(x64):
     """Perplexity, KL and agreement from whole logits, text by text."""
     parent, child = model(), fusion.remove_attention([3])(*model())

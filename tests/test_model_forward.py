@@ -35,7 +35,9 @@ def forward_of(config):
     return jax.jit(forward)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [n if n in ("tiny", "mixed", "gemma3") else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+)
 def test_hidden_states_and_logits(x64, name):
     config, params = MODELS[name], helpers.random_params(MODELS[name])
     ids, lengths = rows(config)
@@ -72,11 +74,11 @@ def token_loss(config, params, ids, lengths, forward):
     ("name", "policy"),
     [
         ("tiny", "everything_saveable"),
-        ("mixed", "nothing_saveable"),
-        ("hollow", "dots_with_no_batch_dims_saveable"),
         ("gemma2", "dots_with_no_batch_dims_saveable"),
-        ("gemma3", "nothing_saveable"),
-        ("plain", "everything_saveable"),
+        pytest.param("mixed", "nothing_saveable", marks=pytest.mark.slow),
+        pytest.param("hollow", "dots_with_no_batch_dims_saveable", marks=pytest.mark.slow),
+        pytest.param("gemma3", "nothing_saveable", marks=pytest.mark.slow),
+        pytest.param("plain", "everything_saveable", marks=pytest.mark.slow),
     ],
 )
 def test_gradient_by_jax_grad(x64, name, policy):

@@ -33,7 +33,10 @@ def test_every_mode_of_a_coupled_objective(x64, prefix_grad):
     "options",
     [
         {"prefix_activations": "keep", "chunk_size": 7, "branch_batch": 4, "remat_policy": "nothing_saveable"},
-        {"prefix_activations": "recompute", "chunk_size": 64, "branch_batch": 3, "remat_policy": "dots_saveable"},
+        pytest.param(
+            {"prefix_activations": "recompute", "chunk_size": 64, "branch_batch": 3, "remat_policy": "dots_saveable"},
+            marks=pytest.mark.slow,
+        ),
         {"prefix_activations": "keep", "prefix_grad": 5, "chunk_size": 3, "branch_batch": 99},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
@@ -50,7 +53,7 @@ def test_options_do_not_change_the_gradient(x64, options):
         ("plain_grpo", {"prefix_grad": "stop", "chunk_size": 4, "branch_batch": 2}),
         ("plain_gspo", {"prefix_grad": "exact", "chunk_size": 7, "branch_batch": 1, "prefix_activations": "keep"}),
         ("plain_dpo", {"prefix_grad": "exact", "chunk_size": 4, "branch_batch": 3}),
-        ("grpo", {"prefix_grad": "exact", "chunk_size": 4, "branch_batch": 3}),
+        pytest.param("grpo", {"prefix_grad": "exact", "chunk_size": 4, "branch_batch": 3}, marks=pytest.mark.slow),
     ],
 )
 def test_one_pass_objectives(x64, name, options):
@@ -84,7 +87,7 @@ def test_a_model_without_attention(x64):
     ("prompts", "responses", "options"),
     [
         ((1,), ((1,),), {"prefix_grad": "exact"}),
-        ((1, 1), ((4, 2, 1), (1, 0, 4)), {"prefix_grad": "exact", "branch_batch": 3}),
+        pytest.param((1, 1), ((4, 2, 1), (1, 0, 4)), {"branch_batch": 3}, marks=pytest.mark.slow),
         ((6, 2), ((3,), (5, 1, 2, 5, 5)), {"prefix_grad": "exact", "chunk_size": 2, "branch_batch": 2}),
     ],
 )
