@@ -140,3 +140,11 @@ def test_config_with_a_history_is_hashable_and_loads_again(tmp_path):
     loaded = io.load_hf(tmp_path / "model")
     assert loaded[0] == child[0]
     jax.tree.map(np.testing.assert_array_equal, loaded[1], child[1])
+
+
+def test_small_scores_and_tight_limits():
+    """A thousand beyond a billion is beyond; scores of 1e-8 still have a least."""
+    big, small = fusion.Choice(0, 0, "big", 0.0, {"p": 1e9 + 1000}), fusion.Choice(0, 0, "small", 1e-8, {"p": 5e8})
+    assert [c.name for c in fusion.solve([big, small], 1, {"p": 1e9})] == ["small"]
+    exact = fusion.Choice(0, 0, "exact", 5e-9, {"p": 1e9})
+    assert [c.name for c in fusion.solve([small, exact, big], 1, {"p": 1e9})] == ["exact"]

@@ -158,3 +158,24 @@ def test_dpo_variants(x64):
     np.testing.assert_allclose(loss, 0.644397, atol=1e-6)
     with pytest.raises(ValueError, match="dpo needs batch.ref_per_token_logps"):
         dpo().prepare(batch)
+
+
+@pytest.mark.parametrize("advantage", [1.0, 0.0])
+@pytest.mark.parametrize("objective", [grpo(), gspo(), dapo(), gspo_token(), cispo(), grpo(dual_clip=3.0)])
+def test_ratios_beyond_float32_are_clipped_and_finite(objective, advantage):
+    """Log-ratio 99, whose exponential float32 cannot hold."""
+    logps, entropies, batch = single([-1.0, -1.0], old=[-100.0, -100.0], advantages=advantage)
+    cast = lambda x: x.astype(np.float32) if getattr(x, "dtype", None) == np.float64 else x  # noqa: E731
+    batch = batch.replace(old_per_token_logps=cast(batch.old_per_token_logps), advantages=cast(batch.advantages))
+    loss, _, grad = run(objective, cast(logps), cast(entropies), batch)
+    assert np.isfinite(loss) and np.isfinite(grad).all()
+    if objective.name != "cispo":
+        assert not np.asarray(grad).any()
+
+
+def test_equal_rewards_without_eps():
+    got = group_advantages([[1.0, 1.0], [2.0, np.nan]], [2, 1], eps=0.0)
+    np.testing.assert_array_equal(got, np.zeros((2, 2)))
+    for arguments, message in (({"eps": -1.0}, "not be negative"), ({"baseline": "none"}, 'take scale "none"')):
+        with pytest.raises(ValueError, match=message):
+            group_advantages([[1.0, 1.0]], [2], **arguments)

@@ -151,3 +151,20 @@ def test_without_jit_on_numpy_arrays(x64):
     _, grads = replay.value_and_grad(helpers.PLAIN_GRPO, config, chunk_size=4)(params, batch)
     _, want = oracle.value_and_grad(helpers.PLAIN_GRPO, config, params, batch)
     oracle.assert_grads_close(grads, want, 1e-12)
+
+
+@pytest.mark.parametrize("branch_batch", [1, 2])
+def test_an_objective_of_whole_groups_sees_g_without_padding(x64, branch_batch):
+    """A plain mean over [B, G, R] of one full group of three: whatever the branch batch pads G to."""
+
+    def mean(logps, entropies, batch):
+        assert logps.shape == (1, 3, 2)
+        return -logps.mean(), {"nested": {"x": logps.sum()}}
+
+    batch = helpers.make_batch(TINY, (4,), ((2, 2, 2),), None, silent=())
+    step = jax.jit(replay.value_and_grad(mean, TINY, chunk_size=4, branch_batch=branch_batch))
+    (loss, metrics), grads = step(PARAMS, batch)
+    (want, _), want_grads = oracle.value_and_grad(lambda *a: (mean(*a)[0], {}), TINY, PARAMS, batch)
+    np.testing.assert_allclose(loss, want, rtol=1e-12)
+    np.testing.assert_allclose(metrics["nested"]["x"], -6 * want, rtol=1e-12)
+    oracle.assert_grads_close(grads, want_grads, 1e-12)

@@ -95,6 +95,8 @@ def reverse(spans: Iterable[tuple[int, int]]) -> Transform:
                 theirs = config.blocks[first + last - i]
                 blocks[i] = dataclasses.replace(blocks[i], ffn_width=theirs.ffn_width, ffn=theirs.ffn)
                 origin[i] = sources[first + last - i]
+                if config.blocks[i].has_attention:  # which stays
+                    origin[i] = tuple(dict.fromkeys((*sources[i], *origin[i])))
         note = ", ".join(f"{a}-{b}" for a, b in ordered)
         return rebuild(config, params, blocks, leaves, origin, f"reverse({note})")
 

@@ -118,12 +118,19 @@ def _milp(choices: Sequence[Choice], num_blocks: int, limits: Mapping[str, float
     cover = sparse.csr_array((np.ones(len(rows)), (rows, columns)), shape=(num_blocks, len(choices)))
     constraints = [optimize.LinearConstraint(cover, 1, 1)]
     for name, limit in limits.items():
-        # In units of the limit: parameters and bytes are many orders of magnitude from KL.
-        unit = abs(limit) or 1.0
+        # The solver's tolerances are absolute, 1e-6: in units of a millionth of the limit, they are no excess.
+        unit = (abs(limit) or 1.0) / 1e6
         costs = np.array([c.costs[name] for c in choices]) / unit
-        constraints.append(optimize.LinearConstraint(costs[None], -np.inf, limit / unit + 1e-9))
+        constraints.append(optimize.LinearConstraint(costs[None], -np.inf, limit / unit))
     objective = np.array([c.score for c in choices] if score is None else score, float)
-    result = optimize.milp(objective, constraints=constraints, integrality=np.ones(len(choices)), bounds=(0, 1))
+    objective = objective * (1e4 / (np.abs(objective).max() or 1.0))
+    result = optimize.milp(
+        objective,
+        constraints=constraints,
+        integrality=np.ones(len(choices)),
+        bounds=(0, 1),
+        options={"mip_rel_gap": 0},
+    )
     return None if result.x is None else [int(i) for i in np.flatnonzero(result.x > 0.5)]
 
 

@@ -153,6 +153,8 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"ModelConfig.{name} must be positive or None, got {value}")
+        if not self.rms_norm_eps > 0:
+            raise ValueError(f"ModelConfig.rms_norm_eps must be positive (padding is zero), got {self.rms_norm_eps}")
         if not self.embed_scale > 0:
             raise ValueError(f"ModelConfig.embed_scale must be positive, got {self.embed_scale}")
         if not self.blocks:

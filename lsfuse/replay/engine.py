@@ -65,8 +65,9 @@ def grad_function(objective: Objective, model: ModelConfig, options: Options, br
         coupling = objective.coupling
         if coupling == "batch" and batch.prompt_ids.shape[0] == 1:
             coupling = "group"
-        loss, metrics, grads = engine.batch_coupled(batch) if coupling == "batch" else engine.summed(coupling)
-        metrics = {k: m.compute() if isinstance(m, Mean) else m for k, m in metrics.items()}
+        size = batch.completion_ids.shape[1]
+        loss, metrics, grads = engine.batch_coupled(batch) if coupling == "batch" else engine.summed(coupling, size)
+        metrics = jax.tree.map(lambda m: m.compute() if isinstance(m, Mean) else m, metrics, is_leaf=_is_mean)
         return (loss, metrics), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
     return f
@@ -179,12 +180,14 @@ class Engine:
     def _groups(self) -> int:
         return self.batch.prompt_ids.shape[0]
 
-    def summed(self, coupling: str):
-        """An objective that is a sum over branches or groups: one visit to every group."""
+    def summed(self, coupling: str, branches: int):
+        """An objective that is a sum over branches or groups: one visit to every group.
+
+        branches: G before padding, which is what an objective of whole groups sees.
+        """
         per_branch = coupling == "branch"
-        probe = group_slice(self.batch, 0)
-        if per_branch:
-            probe = branch_slice(probe, 0, self.geometry.branch_batch)
+        extra = self.geometry.branches - branches
+        probe = branch_slice(group_slice(self.batch, 0), 0, self.geometry.branch_batch if per_branch else branches)
         zeros = jnp.zeros(probe.completion_ids.shape, self.wide)
         loss, metrics = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype),
@@ -197,8 +200,9 @@ class Engine:
             state, kept = self._capture(group, state, self.keep)
             cotangents = None
             if not per_branch:
-                scores = self._score_group(group, self._context(group, state))
-                value, more, cotangents = self._objective_vjp(*scores, group)
+                logps, entropies = (x[:, :branches] for x in self._score_group(group, self._context(group, state)))
+                value, more, cotangents = self._objective_vjp(logps, entropies, branch_slice(group, 0, branches))
+                cotangents = tuple(jnp.pad(c, ((0, 0), (0, extra), (0, 0))) for c in cotangents)
                 loss, metrics = loss + value, _add_metrics(metrics, more)
             grads, loss, metrics = self._group_backward(group, state, grads, kept, cotangents, loss, metrics)
             return state, grads, loss, metrics
@@ -209,6 +213,10 @@ class Engine:
 
     def score(self) -> tuple[Array, Array]:
         """(per_token_logps, entropies) of every group, [B, padded G, R]."""
+        return self._score()[1]
+
+    def _score(self) -> tuple[PrefixState, tuple[Array, Array]]:
+        """The scores, and the state's buffers for the next pass: two sets would be held at once."""
 
         def one(b, carry):
             state, out = carry
@@ -218,12 +226,13 @@ class Engine:
             return state, tuple(lax.dynamic_update_slice_in_dim(o, s, b, 0) for o, s in zip(out, scores, strict=True))
 
         zeros = jnp.zeros((self._groups(), self.geometry.branches, self.geometry.response), self.wide)
-        return _loop(self._groups(), one, (self._state(), (zeros, zeros)))[1]
+        return _loop(self._groups(), one, (self._state(), (zeros, zeros)))
 
     def batch_coupled(self, original: Batch):
         """An objective that couples groups: score all of them, then visit each again (its prefix captured again)."""
         branches = original.completion_ids.shape[1]
-        logps, entropies = (s[:, :branches] for s in self.score())
+        state, scores = self._score()
+        logps, entropies = (s[:, :branches] for s in scores)
         loss, metrics, cotangents = self._objective_vjp(logps, entropies, original)
         extra = self.geometry.branches - branches
         cotangents = tuple(jnp.pad(c, ((0, 0), (0, extra), (0, 0))) for c in cotangents)
@@ -235,7 +244,7 @@ class Engine:
             part = tuple(lax.dynamic_slice_in_dim(c, b, 1, 0) for c in cotangents)
             return state, self._group_backward(group, state, grads, kept, part, 0.0, {})[0]
 
-        _, grads = _loop(self._groups(), one, (self._state(), self._zero_grads()))
+        _, grads = _loop(self._groups(), one, (state, self._zero_grads()))
         return loss, metrics, grads
 
 
@@ -250,4 +259,8 @@ def _vjp_with_aux(objective: Objective, logps: Array, entropies: Array, batch: B
 
 
 def _add_metrics(total: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    return {k: v + more[k] for k, v in total.items()}
+    return jax.tree.map(lambda a, b: a + b, total, more, is_leaf=_is_mean)
+
+
+def _is_mean(metric: Any) -> bool:
+    return isinstance(metric, Mean)

@@ -45,15 +45,21 @@ def group_advantages(
         eps: added to the std.
         baseline: "group": the group's mean; "leave_one_out": the mean of the group's others (RLOO, arXiv 2402.14740,
             eq. 7), which asks for two responses at least; "batch": the mean, and the std, of the whole batch; "none":
-            0, with the group's std.
+            0, only with scale "none".
 
     Raises:
         ValueError: NaN or infinite reward (named by group and branch), unknown scale or baseline, shapes that
-            disagree, a group of one under "leave_one_out".
+            disagree, a group of one under "leave_one_out", baseline "none" with a scale, a negative eps.
     """
     for name, value, valid in (("scale", scale, SCALES), ("baseline", baseline, BASELINES)):
         if value not in valid:
             raise ValueError(f"{name} {value!r} is unknown; valid: {', '.join(valid)}")
+    if not eps >= 0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+    if baseline == "none" and scale == "std":
+        raise ValueError(
+            'baseline "none" does not go with scale "std": equal rewards would be divided by 0 + eps; take scale "none"'
+        )
     check_rewards(rewards, group_sizes)
     exists = _exists(rewards, np.asarray(group_sizes))
     rewards = np.where(exists, np.asarray(rewards, np.float64), 0.0)
@@ -73,7 +79,7 @@ def group_advantages(
     if baseline == "none":
         deviations = rewards
     if scale == "std":
-        deviations = deviations / (std + eps)
+        deviations = np.divide(deviations, std + eps, out=np.zeros_like(deviations), where=deviations != 0)
     return deviations.astype(np.float32)
 
 

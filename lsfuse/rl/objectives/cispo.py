@@ -16,14 +16,16 @@ def cispo(epsilon: float = 1.0, epsilon_high: float | None = 4.0, loss_agg_mode:
     ratio of at most 5 is ScaleRL's (arXiv 2510.13786). TRL: `loss_type="cispo"` with epsilon_high the bound itself
     (5 there is 4 here); Tunix has none.
 
-    Needs batch.advantages; without old_per_token_logps the batch is on-policy and this is `reinforce`. Metrics as in
+    Needs batch.advantages; without old_per_token_logps the batch is on-policy and this is `reinforce` of
+    the same loss_agg_mode. Metrics as in
     `grpo`; the clip ratios count clipped weights, whatever the sign of A.
     """
     epsilon_high = common.check_epsilon("cispo", epsilon, epsilon_high)
 
     def loss_fn(per_token_logps: Array, entropies: Array, batch: Batch) -> tuple[Array, dict]:
         mask = batch.loss_mask
-        ratio = jax.lax.stop_gradient(jnp.exp(common.log_ratio(per_token_logps, batch.old_per_token_logps, mask)))
+        log_ratios = common.log_ratio(per_token_logps, batch.old_per_token_logps, mask)
+        ratio = jax.lax.stop_gradient(common.ratio_of(log_ratios))
         weight = jnp.clip(ratio, 1 - epsilon, 1 + epsilon_high)
         advantages = common.per_token_advantages(batch, ratio.dtype)
         losses = -weight * advantages * jnp.where(mask, per_token_logps, 0.0)

@@ -102,6 +102,12 @@ def log_ratio(per_token_logps: Array, old_per_token_logps: Array | None, mask: A
     return logps - jnp.where(mask, old_per_token_logps, 0.0).astype(logps.dtype)
 
 
+def ratio_of(log_ratios: Array) -> Array:
+    """exp of log-ratios, bounded at 60: beyond 88.7 float32 is infinite, and the gradient of a clipped ratio, or one
+    whose advantage is 0, would be 0 · ∞. No clip bound is anywhere near e^60."""
+    return jnp.exp(jnp.minimum(log_ratios, 60.0))
+
+
 def kl_estimate(per_token_logps: Array, ref_per_token_logps: Array, mask: Array, kind: str = "k3") -> Array:
     """Per-token estimate of KL(π ‖ π_ref) from the sampled token, [B, G, R], 0 where masked.
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
-
 from lsfuse.replay.batch import Batch
 from lsfuse.replay.objective import Objective, masked_mean
 from lsfuse.rl.objectives import common
@@ -46,7 +44,7 @@ def grpo(
 
     def loss_fn(per_token_logps: Array, entropies: Array, batch: Batch) -> tuple[Array, dict]:
         mask = batch.loss_mask
-        ratio = jnp.exp(common.log_ratio(per_token_logps, batch.old_per_token_logps, mask))
+        ratio = common.ratio_of(common.log_ratio(per_token_logps, batch.old_per_token_logps, mask))
         advantages = common.per_token_advantages(batch, ratio.dtype)
         losses = common.clipped_surrogate(ratio, advantages, epsilon, epsilon_high, dual_clip)
         metrics = common.ratio_metrics(ratio, advantages, mask, epsilon, epsilon_high)

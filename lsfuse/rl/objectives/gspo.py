@@ -12,7 +12,7 @@ from lsfuse.types import Array
 def sequence_ratio(log_ratios: Array, mask: Array) -> Array:
     """exp of the *mean* log-ratio over a response's loss tokens, [B, G, 1] (GSPO eq. 7); 1 if it has none."""
     count = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1).astype(log_ratios.dtype)
-    return jnp.exp(jnp.sum(jnp.where(mask, log_ratios, 0.0), axis=-1, keepdims=True) / count)
+    return common.ratio_of(jnp.sum(jnp.where(mask, log_ratios, 0.0), axis=-1, keepdims=True) / count)
 
 
 def gspo(
@@ -48,7 +48,8 @@ def gspo_token(
     Source: GSPO (arXiv 2507.18071) eq. 13 to 15. Tunix: `loss_algo="gspo-token"`, epsilon 0.2; TRL:
     `importance_sampling_level="sequence_token"`.
 
-    Needs batch.advantages [B, G] or [B, G, R]; otherwise as `gspo`.
+    Needs batch.advantages [B, G] or [B, G, R]; otherwise as `gspo`, but "ratio" and the clip ratios are means over
+    tokens.
     """
     return _gspo("gspo_token", True, epsilon, epsilon_high, beta, kl, loss_agg_mode)
 
@@ -72,7 +73,7 @@ def _gspo(name, per_token, epsilon, epsilon_high, beta, kl, loss_agg_mode) -> Ob
         ratio: Array = sequence_ratio(common.log_ratio(per_token_logps, batch.old_per_token_logps, mask), mask)
         counted: Array = mask if per_token else jnp.any(mask, axis=-1, keepdims=True)
         if per_token:
-            ratio = jax.lax.stop_gradient(ratio) * jnp.exp(common.log_ratio(per_token_logps, None, mask))
+            ratio = jax.lax.stop_gradient(ratio) * common.ratio_of(common.log_ratio(per_token_logps, None, mask))
         advantages = common.per_token_advantages(batch, ratio.dtype)
         losses = common.clipped_surrogate(ratio, advantages, epsilon, epsilon_high)
         metrics = common.ratio_metrics(ratio, advantages, counted, epsilon, epsilon_high)
