@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from lsfuse import data, train
+from lsfuse import data, rl, train
 
 pytestmark = pytest.mark.slow
 
@@ -95,3 +95,4 @@ def test_groups_of_one_are_refused_where_a_baseline_needs_two():
         with pytest.raises(ValueError, match='num_generations is 1, but the baseline "(leave_one_out|group)"'):
             train.set_up(with_objective(name, num_generations=1))
     train.set_up(with_objective("reinforce", num_generations=1))
+    train.set_up(with_objective("grpo", num_generations=1), objective=rl.nll())  # an objective of one's own has none

@@ -116,21 +116,24 @@ _ADVANTAGES = {"dr_grpo": ("group", "none"), "rloo": ("leave_one_out", "none"), 
 
 
 def advantage_options(config: ConfigDict) -> dict[str, Any]:
-    """Keyword arguments of `rl.group_advantages`; "auto" is what the objective's source does.
-
-    Raises: ValueError for a baseline of the group's others with one response a prompt.
-    """
+    """Keyword arguments of `rl.group_advantages`; "auto" is what the objective's source does."""
     baseline, scale = _ADVANTAGES.get(config.rl.objective.name, ("group", "std"))
     if config.rl.advantage_baseline != "auto":
         baseline = config.rl.advantage_baseline
     if config.rl.advantage_scale != "auto":
         scale = config.rl.advantage_scale
-    if baseline in ("leave_one_out", "group") and config.rl.num_generations == 1 and config.rl.objective.name != "nll":
-        raise ValueError(
-            f'config.rl.num_generations is 1, but the baseline "{baseline}" of "{config.rl.objective.name}" is made of'
-            ' a group\'s responses: take two or more, or set config.rl.advantage_baseline to "batch" or "none"'
-        )
     return {"baseline": baseline, "scale": scale}
+
+
+def check_group_size(config: ConfigDict) -> None:
+    """Raises ValueError for an objective whose baseline is made of a group's responses, and groups of one."""
+    name, baseline = config.rl.objective.name, advantage_options(config)["baseline"]
+    needs_advantages = name not in ("dpo", "nll")
+    if needs_advantages and baseline in ("leave_one_out", "group") and config.rl.num_generations == 1:
+        raise ValueError(
+            f'config.rl.num_generations is 1, but the baseline "{baseline}" of "{name}" is made of a group\'s'
+            ' responses: take two or more, or set config.rl.advantage_baseline to "batch" or "none"'
+        )
 
 
 def replay_options(config: ConfigDict, **more: Any) -> dict[str, Any]:

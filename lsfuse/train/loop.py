@@ -88,7 +88,9 @@ def set_up(
     model, load_params = build.make_model(config, tokenizer)
     build.check_sizes(config, model, task)
     build.check_trainable(config, model)
-    objective = build.make_objective(config) if objective is None else objective
+    if objective is None:
+        build.check_group_size(config)
+        objective = build.make_objective(config)
     if workdir is not None and resume and config.replay.prefix_activations == "auto":
         before = files.saved_config(pathlib.Path(workdir)) or {}
         config.replay.prefix_activations = before.get("replay", {}).get("prefix_activations", "auto")

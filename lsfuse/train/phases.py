@@ -133,6 +133,12 @@ class GroupRL:
         """Changes `state`; returns metrics."""
         start = time.perf_counter()
         batch, metrics, used = self._offline(state) if self.offline else self._sampled(state, step)
+        if not self.offline and self.config.rl.dynamic_sampling and not metrics["groups_with_spread"]:
+            raise NoUsableGroupError(
+                f"RL step {step}: none of {used} groups (config.rl.dynamic_sampling {self.config.rl.dynamic_sampling}"
+                f" batches) has responses of unlike reward (the mean is {metrics['reward']:.3g}), so there is nothing"
+                " to learn from; take easier or harder prompts, a graded reward, or more generations"
+            )
         state.position += used
         sampled = time.perf_counter()
         batch = self._add_logps(state.params, batch)
@@ -163,12 +169,6 @@ class GroupRL:
                     break
                 more = self._roll_out(state, state.position + used, jax.random.fold_in(key, i))
                 out, used = fill_up(out, more), used + fields.num_prompts
-            if not out.spread.any():
-                raise NoUsableGroupError(
-                    f"RL step {step}: none of {used} groups (config.rl.dynamic_sampling {fields.dynamic_sampling}"
-                    f" batches) has responses of unlike reward (the mean is {out.rewards.mean():.3g}), so there is"
-                    " nothing to learn from; take easier or harder prompts, a graded reward, or more generations"
-                )
         rewards = out.rewards
         if fields.overlong_buffer is not None:
             lengths = np.asarray(out.batch.completion_lengths)
