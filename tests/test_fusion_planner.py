@@ -28,6 +28,8 @@ def test_runs_and_spans_by_rule():
     assert fusion.fusion_spans(config, m) == [(1, 3), (7, 8), (9, 10)]
     assert fusion.fusion_spans(config, m, threshold=0.5) == [(1, 3), (7, 10)]
     assert fusion.fusion_spans(tiny(blocks=(FULL, FULL))) == []
+    plain = BlockConfig("none", 1, 8, ffn="plain")
+    assert fusion.attention_free_runs(tiny(blocks=(FULL, FFN, plain, plain, FFN))) == [(0, 1), (2, 3)]
 
 
 def all_plans(choices, num_blocks, at=0):

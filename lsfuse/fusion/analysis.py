@@ -66,7 +66,8 @@ def dependency(
 ) -> Dependency:
     """The dependency matrix, and what falls out of the same passes.
 
-    One pass a batch, and for every block i one more from i + 1 on: about L / 2 forward passes.
+    One pass a batch, and for every block i one more from i + 1 on: about L / 2 forward passes. Load the parameters in
+    float32: a contribution is the difference of two residual streams, of which bfloat16 would leave mostly rounding.
 
     Args:
         blocks: rows to compute, all by default; others stay 0.

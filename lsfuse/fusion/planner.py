@@ -38,11 +38,12 @@ def fusion_spans(
 
 
 def attention_free_runs(config: ModelConfig) -> list[tuple[int, int]]:
-    """Longest stretches (first, last) of blocks with an FFN in which no block after the first has attention."""
+    """Longest stretches (first, last) of blocks with FFNs of one kind in which none after the first has attention."""
     runs: list[tuple[int, int]] = []
     first = None
     for i, block in enumerate(config.blocks):
-        joins = first is not None and block.has_ffn and not block.has_attention
+        alike = first is not None and block.ffn == config.blocks[first].ffn
+        joins = alike and block.has_ffn and not block.has_attention
         if not joins:
             if first is not None and i - 1 > first:
                 runs.append((first, i - 1))
