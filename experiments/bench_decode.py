@@ -18,9 +18,7 @@ all of it is given twice: in CPU seconds, which others on the machine disturb li
 Writes table.txt, rows.csv, rows.json and bench.png into --out.
 """
 
-import csv
 import dataclasses
-import json
 import pathlib
 import platform
 import time
@@ -33,6 +31,7 @@ import numpy as np
 from absl import app, flags
 from jax import lax
 
+from experiments.tables import write_table
 from lsfuse import model as models
 from lsfuse.kernels import tail_attention
 from lsfuse.rl import decode as decoding
@@ -274,14 +273,7 @@ def table(rows: list[Row], rates: dict[str, float]) -> tuple[str, dict[str, floa
 
 
 def save(out: pathlib.Path, rows: list[Row], text: str, setting: dict) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "table.txt").write_text(text + "\n")
-    records = [dataclasses.asdict(r) for r in rows]
-    (out / "rows.json").write_text(json.dumps({"setting": setting, "rows": records}, indent=2) + "\n")
-    with open(out / "rows.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(records[0]))
-        writer.writeheader()
-        writer.writerows(records)
+    write_table(out, text, [dataclasses.asdict(r) for r in rows], setting)
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
     first = [r for r in rows if r.clock == rows[0].clock]
     for axis, values, title in (

@@ -6,9 +6,7 @@ The defaults are a Llama-shaped model of 8 blocks (d 512, 8 query and 4 kv heads
 float32. All modes are timed in turn, within one run. Writes table.txt, rows.csv, rows.json and bench.png into --out.
 """
 
-import csv
 import dataclasses
-import json
 import pathlib
 import platform
 
@@ -17,6 +15,7 @@ import matplotlib
 import numpy as np
 from absl import app, flags
 
+from experiments.tables import write_table
 from lsfuse import model as models
 from lsfuse import replay
 from lsfuse.rl import reinforce
@@ -57,14 +56,7 @@ def make_batch(model: models.ModelConfig, prompt: int, response: int, branches: 
 
 
 def save(out: pathlib.Path, rows: list[measure.Measured], text: str, setting: dict) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "table.txt").write_text(text + "\n")
-    records = [dataclasses.asdict(r) for r in rows]
-    (out / "rows.json").write_text(json.dumps({"setting": setting, "rows": records}, indent=2) + "\n")
-    with open(out / "rows.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(records[0]))
-        writer.writeheader()
-        writer.writerows(records)
+    write_table(out, text, [dataclasses.asdict(r) for r in rows], setting)
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
     names = [r.mode for r in rows]
     for axis, values, title in (

@@ -7,7 +7,6 @@ Runs whose configs differ in nothing but the seed are one row and one curve: the
 rows.csv, rows.json and curves.png into --out.
 """
 
-import csv
 import json
 import pathlib
 import sys
@@ -19,6 +18,8 @@ import numpy as np
 from absl import app, flags
 from flax import traverse_util
 from scipy import stats
+
+from experiments.tables import write_table
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -132,13 +133,7 @@ def main(argv: list[str]) -> None:
     rows = make_rows(groups)
     text, out = table(rows), pathlib.Path(_OUT.value)
     print(text)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "table.txt").write_text(text + "\n")
-    (out / "rows.json").write_text(json.dumps(rows, indent=2) + "\n")
-    with open(out / "rows.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_table(out, text, rows, {"runs": [str(f) for f in folders]})
     plot(groups, out / "curves.png")
     print(f"written to {out}")
 

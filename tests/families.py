@@ -15,6 +15,11 @@ GEMMA = dict(
     tie_word_embeddings=True,
 )
 
+# All that families add to attention and head at once, for a model with blocks that name the local rope.
+EVERYTHING = GEMMA | dict(
+    qk_norm=True, attn_logit_softcapping=5.0, final_logit_softcapping=5.0, local_rope_theta=100.0
+)
+
 # The families, tiny. Windows are shorter than prompts, responses and chunks; blocks of a family form one run.
 FAMILIES = {
     "mistral": dataclasses.replace(TINY, blocks=(BlockConfig("sliding", 2, 24, window=3),) * 2),

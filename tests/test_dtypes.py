@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import pytest
+from families import EVERYTHING
 
 from lsfuse import replay, rl
 from lsfuse.model import BlockConfig, ModelConfig, RopeScaling, param_shapes, uniform_blocks
@@ -15,15 +16,8 @@ MODEL = ModelConfig(vocab_size=64, hidden_size=32, num_heads=4, head_dim=8, bloc
 FAMILY = dataclasses.replace(
     MODEL,
     blocks=(BlockConfig("sliding", 2, 48, window=5, local_rope=True), BlockConfig("full", 2, 48)),
-    qk_norm=True,
-    post_norms=True,
-    norm_offset=1.0,
-    embed_scale=3.0,
-    query_pre_attn_scalar=6.0,
-    attn_logit_softcapping=5.0,
-    final_logit_softcapping=5.0,
-    local_rope_theta=100.0,
     rope_scaling=RopeScaling("yarn", 4.0),
+    **EVERYTHING,
 )
 GROUPS, BRANCHES, PROMPT, RESPONSE = 2, 4, 32, 8
 

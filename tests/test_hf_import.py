@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hf_raw import QWEN2, RAW
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -19,17 +20,6 @@ from lsfuse.io import hf_load, load_hf, resolve_hf, save_hf
 from lsfuse.io.hf_config import config_from_hf
 from lsfuse.model import ModelConfig, RopeScaling, check_params, init_params, uniform_blocks
 
-RAW = dict(
-    architectures=["LlamaForCausalLM"],
-    model_type="llama",
-    vocab_size=19,
-    hidden_size=8,
-    intermediate_size=12,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-)
-QWEN2 = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2")
 CONFIG = ModelConfig(
     vocab_size=19,
     hidden_size=8,

@@ -11,6 +11,7 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
+from families import EVERYTHING
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -33,15 +34,7 @@ MODEL = ModelConfig(
 GEMMA = dataclasses.replace(
     MODEL,
     blocks=(BlockConfig("sliding", 2, 512, window=300, local_rope=True), BlockConfig("full", 2, 512)),
-    qk_norm=True,
-    post_norms=True,
-    norm_offset=1.0,
-    embed_scale=16.0,
-    query_pre_attn_scalar=64.0,
-    attn_logit_softcapping=50.0,
-    final_logit_softcapping=30.0,
-    local_rope_theta=10000.0,
-    tie_word_embeddings=True,
+    **EVERYTHING,
 )
 GROUPS, BRANCHES, PROMPT, RESPONSE = 2, 4, 1024, 128
 
