@@ -6,6 +6,9 @@
 CHECKPOINT is a folder in Hugging Face layout (config.json, model.safetensors, tokenizer.json); without it the hub's id
 is used, which needs the extra [hf] and a network. The two files are those that GSM8K's authors publish.
 
+Needs 4 GB of memory; 25 minutes on one CPU core. Graded reward on the 32 held-out items: 0.13 before, 0.19 after; four
+steps show that everything works, not what the model can learn.
+
 All prompts share about 1,090 tokens of solved problems. The reward is graded (answer, format, nearness): a model of
 this size is seldom right, and a group without spread in its rewards has no gradient.
 """
