@@ -59,9 +59,10 @@ def _batch(prompt, response, branches):
         (MODEL, "stop", {"branch_batch": 4}),
         (MODEL, "exact", {"branch_batch": 4, "prefix_activations": "recompute"}),
         (FAMILY, "exact", {"branch_batch": 4, "prefix_activations": "recompute"}),
+        (MODEL, "exact", {"branch_batch": 4, "prefix_activations": "recompute", "prefix": "longest_common"}),
         pytest.param(FAMILY, "dense", {"branch_batch": 4, "remat_policy": "nothing_saveable"}, marks=pytest.mark.slow),
     ],
-    ids=["dense", "stop", "exact", "family-exact", "family-dense"],
+    ids=["dense", "stop", "exact", "family-exact", "trunk", "family-dense"],
 )
 def test_flops_agree_with_the_compiler(model, mode, options):
     batch = _batch(65, 32, 4)
@@ -74,7 +75,8 @@ def test_flops_agree_with_the_compiler(model, mode, options):
     # The first chunk has nothing before it, so the loop over its prefix does not run, but the compiler counts the body.
     never = replay.cost.Cost()
     if mode != "dense":
-        pair = 2 * model.num_heads * model.head_dim * 64 * 64
+        room = 64 + 32 * ("prefix" in options)
+        pair = 2 * model.num_heads * model.head_dim * 64 * room
         never = replay.cost.Cost(attention=pair * (2 if mode == "stop" else 2 + 2 + 5))
     compiled = step.cost_analysis()
     compiled = compiled[0] if isinstance(compiled, list) else compiled

@@ -187,7 +187,7 @@ def _chunk_backward(
         own = _own(size, valid, block.window)
         forward = own + _visible(model, block, 1, size, _Prefix(0, at, geometry.state, at))
         pairs = own + _visible(model, block, 1, size, _Prefix(0, constant, geometry.state, at))
-        pairs += _visible(model, block, 1, size, _Prefix(constant, at, geometry.cotangent, at))
+        pairs += _visible(model, block, 1, size, _Prefix(constant, at, geometry.cotangent_room, at))
         linear += size * (2 * block_flops(model, block) + _recomputed(model, block, policy))
         if block.has_attention:
             attention += (5 * pairs + 2 * again * forward) * _pair_flops(model)
@@ -208,9 +208,11 @@ def group_cost(
     *,
     keep: bool,
     passes: str = "one",
+    common: int = 0,
 ) -> Cost:
     """One group's step under replay. keep: whether the prefix's activations are kept. passes: "one" for objectives
-    declared per branch, "two" for those that need log-probs first, "score" for the scoring pass alone."""
+    declared per branch, "two" for those that need log-probs first, "score" for the scoring pass alone. common: tokens
+    that all responses begin with, where `geometry` has room for a trunk."""
     end = max(prompt_length - 1, 0)
     constant = 0 if geometry.exact else max(end - geometry.grad_tokens, 0)
     cost = Cost()
@@ -224,15 +226,27 @@ def group_cost(
         for at, size in grad_chunks if passes != "score" else ():
             valid = min(size, end - at)
             cost += _chunk_backward(model, size, at, valid, constant, geometry, options, keep)
-    count, rows = geometry.branch_batch, geometry.response
-    for first in range(0, len(completion_lengths), count):
-        longest = max(completion_lengths[first : first + count], default=0)
-        args = (model, rows, count, longest, end, geometry.state, options.remat_policy, rows)
-        if passes != "one":
-            cost += _tail_cost(*args, backward=False)
+
+    def tails(count: int, longest: int, prefix: int, backward: bool) -> Cost:
+        rows = next(n for n in geometry.buckets if longest <= n)
+        args = (model, rows, count, longest, prefix, geometry.state, options.remat_policy, rows)
+        return _tail_cost(*args, backward=backward)
+
+    if common:
+        cost += tails(1, common, end, False)
         if passes != "score":
-            cost += _tail_cost(*args, backward=True)
-    real = sum(completion_lengths) * (2 if passes == "two" else 1)
+            cost += tails(1, common, end, True)
+            rows = next(n for n in geometry.buckets if common <= n)  # its keys and values are in the state by then
+            again = 1 + ("q" not in saved_names(options.remat_policy))
+            cost += Cost(-again * rows * sum(_keys_values(model, b) for b in model.blocks if b.has_attention))
+    lengths = [max(n - common, 0) for n in completion_lengths]
+    for first in range(0, len(lengths), geometry.branch_batch):
+        longest = max(lengths[first : first + geometry.branch_batch], default=0)
+        if passes != "one":
+            cost += tails(geometry.branch_batch, longest, end + common, False)
+        if passes != "score":
+            cost += tails(geometry.branch_batch, longest, end + common, True)
+    real = sum(lengths) * (2 if passes == "two" else 1) + common * (1 if passes == "score" else 2)
     positions = sum(min(s, end - at) for at, s in chunks + grad_chunks)
     again = 0 if keep or passes == "score" else sum(min(s, end - at) for at, s in grad_chunks)
     return dataclasses.replace(cost, forward_tokens=positions + again + real)

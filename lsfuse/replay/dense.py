@@ -96,11 +96,13 @@ def dense_value_and_grad(
     prefix_activations: str = "auto",
     memory_budget: int | None = None,
     temperature: float = 1.0,
+    prefix: str = "prompt",
+    response_buckets: tuple[int, ...] = (),
 ) -> GradFn:
     """`replay.value_and_grad` without sharing: same signature and result, every row run from its first token.
 
-    branch_batch rows run at a time (1 by default). chunk_size, prefix_activations and memory_budget have nothing to
-    act on. Costs 3·G·(P + R) forward tokens a group (4 with remat_policy="nothing_saveable"), plus G·(P + R) for
+    branch_batch rows run at a time (1 by default). chunk_size, prefix_activations, memory_budget, prefix and
+    response_buckets have nothing to act on. Costs 3·G·(P + R) forward tokens a group (4 with remat_policy="nothing_saveable"), plus G·(P + R) for
     objectives that are not declared per branch.
 
     Raises: ValueError for prefix_grad other than "exact".
@@ -110,6 +112,14 @@ def dense_value_and_grad(
             f'dense_value_and_grad computes the exact gradient only; prefix_grad must be "exact", got {prefix_grad!r}'
         )
     options = Options(
-        prefix_grad, chunk_size, branch_batch or 1, remat_policy, prefix_activations, memory_budget, temperature
+        prefix_grad,
+        chunk_size,
+        branch_batch or 1,
+        remat_policy,
+        prefix_activations,
+        memory_budget,
+        temperature,
+        prefix,
+        response_buckets,
     )
     return grad_function(as_objective(objective), model, options, Branches(rows_forward, rows_backward, shared=False))

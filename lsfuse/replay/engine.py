@@ -1,6 +1,7 @@
 """The passes over a batch of groups.
 
     capture    prefix chunks → state S
+    trunk      what all responses begin with, if prefix="longest_common" → S grows by it
     branches   tail forward against S, loss, backward → gradients, cotangents dS
     reverse    prefix chunks, last first: dS → gradients, dS of the chunks before
 
@@ -24,6 +25,7 @@ from lsfuse.replay.geometry import (
     Geometry,
     Options,
     branch_slice,
+    first_tokens,
     group_slice,
     make_geometry,
     pad_batch,
@@ -33,6 +35,7 @@ from lsfuse.replay.memory import resolve_prefix_activations
 from lsfuse.replay.objective import Mean, Objective
 from lsfuse.replay.prefix import capture, prefix_backward
 from lsfuse.replay.tails import tails_backward, tails_forward
+from lsfuse.replay.trunk import Trunk, divide_group, trunk_backward, trunk_capture
 from lsfuse.types import Array, Params
 
 GradFn = Callable[[Params, Batch], tuple[tuple[Array, dict[str, Any]], Params]]
@@ -96,9 +99,10 @@ class Engine:
 
     # --- pieces of a group ---
 
-    def _context(self, group: Batch, state: PrefixState) -> Context:
+    def _context(self, group: Batch, state: PrefixState, trunk: Trunk | None = None) -> Context:
         start, end = prefix_bounds(self.geometry, group.prompt_lengths[0])
-        return Context(state, end, None if self.geometry.exact else start)
+        length = end if trunk is None else end + trunk.count
+        return Context(state, length, None if self.geometry.exact else start)
 
     def _capture(self, group: Batch, state: PrefixState, keep: str | None):
         if not self.branches.shared:
@@ -110,60 +114,121 @@ class Engine:
         size = self.geometry.branch_batch
         return (group.group_sizes[0] + size - 1) // size
 
+    def _at_size(self, branches: Batch, body: Callable[[int, Any], Any], carry: Any) -> Any:
+        """body(rows, carry) with the smallest padded length that holds the branches; each is compiled, one is run."""
+        sizes = self.geometry.buckets
+        if len(sizes) == 1 or not self.branches.shared:
+            return body(sizes[-1], carry)
+        longest = jnp.max(jnp.where(branches.branch_mask, branches.completion_lengths, 0))
+        for shorter, rows in zip((-1, *sizes), sizes, strict=False):
+            chosen = (longest > shorter) & (longest <= rows)
+            carry = lax.fori_loop(0, chosen.astype(jnp.int32), lambda _, c, rows=rows: body(rows, c), carry)
+        return carry
+
+    def _open(self, group: Batch, state: PrefixState) -> tuple[PrefixState, Trunk | None]:
+        """The state with the trunk behind the prompt, if there is to be one."""
+        if not (self.geometry.trunk and self.branches.shared):
+            return state, None
+        trunk = divide_group(group)
+        end = prefix_bounds(self.geometry, group.prompt_lengths[0])[1]
+
+        def run(rows, carry):
+            args = (first_tokens(trunk.node, rows), carry[0], end, self.options.temperature)
+            state, *found = trunk_capture(self.params, self.model, *args)
+            return state, *(self._padded(x) for x in found)
+
+        def once(_, carry):
+            return self._at_size(trunk.node, run, carry)
+
+        zeros = jnp.zeros(trunk.logps.shape, self.wide)
+        state, logps, entropies = lax.fori_loop(0, jnp.minimum(trunk.count, 1), once, (state, zeros, zeros))
+        return state, trunk.replace(logps=logps, entropies=entropies)
+
     def _tails(self, part: Batch, context: Context, policy: str | None):
         return self.branches.forward(self.params, self.model, part, context, self.options.temperature, policy)
 
-    def _score_group(self, group: Batch, context: Context) -> tuple[Array, Array]:
+    def _padded(self, x: Array) -> Array:
+        """[1, g, R] of [1, g, rows]."""
+        return jnp.pad(x, ((0, 0), (0, 0), (0, self.geometry.response - x.shape[2])))
+
+    def _score_group(self, group: Batch, state: PrefixState, trunk: Trunk | None) -> tuple[Array, Array]:
         """Pass A: (per_token_logps, entropies) [1, G, R], no gradient."""
         size, shape = self.geometry.branch_batch, (1, self.geometry.branches, self.geometry.response)
+        context, tails = self._context(group, state, trunk), group if trunk is None else trunk.tails
 
         def some(i, out):
-            logps, entropies, _ = self._tails(branch_slice(group, i * size, size), context, None)
-            return tuple(
-                lax.dynamic_update_slice_in_dim(o, x, i * size, 1) for o, x in zip(out, (logps, entropies), strict=True)
-            )
+            part, own = (branch_slice(x, i * size, size) for x in (group, tails))
+
+            def run(rows, out):
+                scores = tuple(map(self._padded, self._tails(first_tokens(own, rows), context, None)[:2]))
+                scores = scores if trunk is None else trunk.join(part, *scores)
+                return tuple(
+                    lax.dynamic_update_slice_in_dim(o, x, i * size, 1) for o, x in zip(out, scores, strict=True)
+                )
+
+            return self._at_size(own, run, out)
 
         zeros = jnp.zeros(shape, self.wide)
         return lax.fori_loop(0, self._branch_batches(group), some, (zeros, zeros))
 
-    def _group_backward(self, group: Batch, state, grads, kept, cotangents, loss, metrics):
-        """Tails forward and backward, then the prefix. cotangents: [1, G, R] each, or None to take them, and the loss
-        and metrics, from the objective branch batch by branch batch."""
-        size, context = self.geometry.branch_batch, self._context(group, state)
+    def _group_backward(self, group: Batch, state, trunk, grads, kept, cotangents, loss, metrics):
+        """Tails forward and backward, then the trunk and the prefix. cotangents: [1, G, R] each, or None to take them,
+        and the loss and metrics, from the objective branch batch by branch batch."""
+        size, context = self.geometry.branch_batch, self._context(group, state, trunk)
+        tails = group if trunk is None else trunk.tails
         dstate = None
-        if self.branches.shared and self.geometry.grad_tokens and self.model.last_attention_block >= 0:
-            dstate = init_state(self.model, self.geometry.cotangent, self.wide)
+        if self.branches.shared and self.geometry.cotangent_room and self.model.last_attention_block >= 0:
+            dstate = init_state(self.model, self.geometry.cotangent_room, self.wide)
+        dtrunk = None if trunk is None else (jnp.zeros(trunk.logps.shape, self.wide),) * 2
 
         def some(i, carry):
-            grads, dstate, loss, metrics = carry
-            part = branch_slice(group, i * size, size)
-            logps, entropies, saved = self._tails(part, context, self.options.remat_policy)
-            if cotangents is None:
-                value, more, (dlogps, dentropies) = self._objective_vjp(logps, entropies, part)
-                loss, metrics = loss + value, _add_metrics(metrics, more)
-            else:
-                dlogps, dentropies = (lax.dynamic_slice_in_dim(c, i * size, size, 1) for c in cotangents)
-            grads, dstate = self.branches.backward(
-                self.params,
-                self.model,
-                part,
-                context,
-                self.options.temperature,
-                saved,
-                dlogps,
-                dentropies,
-                grads,
-                dstate,
-            )
-            return grads, dstate, loss, metrics
+            part, own = (branch_slice(x, i * size, size) for x in (group, tails))
 
-        carry = (grads, dstate, loss, metrics)
-        grads, dstate, loss, metrics = lax.fori_loop(0, self._branch_batches(group), some, carry)
-        if dstate is not None:
+            def run(rows, carry):
+                grads, dstate, dtrunk, loss, metrics = carry
+                mine = first_tokens(own, rows)
+                logps, entropies, saved = self._tails(mine, context, self.options.remat_policy)
+                if cotangents is None:
+                    whole = (self._padded(logps), self._padded(entropies))
+                    whole = whole if trunk is None else trunk.join(part, *whole)
+                    value, more, pulled = self._objective_vjp(*whole, part)
+                    loss, metrics = loss + value, _add_metrics(metrics, more)
+                else:
+                    pulled = tuple(lax.dynamic_slice_in_dim(c, i * size, size, 1) for c in cotangents)
+                if trunk is not None:
+                    shares, pulled = zip(*(trunk.divide(part, c) for c in pulled), strict=True)
+                    dtrunk = tuple(a + b.astype(a.dtype) for a, b in zip(dtrunk, shares, strict=True))
+                pulled = tuple(c[..., :rows] for c in pulled)
+                args = (mine, context, self.options.temperature, saved, *pulled, grads, dstate)
+                grads, dstate = self.branches.backward(self.params, self.model, *args)
+                return grads, dstate, dtrunk, loss, metrics
+
+            return self._at_size(own, run, carry)
+
+        carry = (grads, dstate, dtrunk, loss, metrics)
+        grads, dstate, dtrunk, loss, metrics = lax.fori_loop(0, self._branch_batches(group), some, carry)
+        if trunk is not None:
+            grads, dstate = self._trunk_backward(group, state, trunk, dtrunk, grads, dstate)
+        if dstate is not None and self.geometry.grad_tokens:
             ids, length = group.prompt_ids[0], group.prompt_lengths[0]
             args = (self.params, self.model, ids, length, self.geometry, state, dstate, grads, kept)
             grads = prefix_backward(*args, self.options.remat_policy)
         return grads, loss, metrics
+
+    def _trunk_backward(self, group: Batch, state, trunk: Trunk, dtrunk, grads, dstate):
+        context = self._context(group, state)
+        down_at = context.length - prefix_bounds(self.geometry, group.prompt_lengths[0])[0]
+        options = self.options
+
+        def run(rows, carry):
+            cut = tuple(d[..., :rows] for d in dtrunk)
+            args = (first_tokens(trunk.node, rows), context, options.temperature, options.remat_policy, cut)
+            return trunk_backward(self.params, self.model, *args, *carry, down_at)
+
+        def once(_, carry):
+            return self._at_size(trunk.node, run, carry)
+
+        return lax.fori_loop(0, jnp.minimum(trunk.count, 1), once, (grads, dstate))
 
     def _objective_vjp(self, logps: Array, entropies: Array, batch: Batch):
         (loss, metrics), pull = _vjp_with_aux(self.objective, logps, entropies, batch)
@@ -198,14 +263,15 @@ class Engine:
             state, grads, loss, metrics = carry
             group = group_slice(self.batch, b)
             state, kept = self._capture(group, state, self.keep)
+            state, trunk = self._open(group, state)
             cotangents = None
             if not per_branch:
-                logps, entropies = (x[:, :branches] for x in self._score_group(group, self._context(group, state)))
+                logps, entropies = (x[:, :branches] for x in self._score_group(group, state, trunk))
                 value, more, cotangents = self._objective_vjp(logps, entropies, branch_slice(group, 0, branches))
                 cotangents = tuple(jnp.pad(c, ((0, 0), (0, extra), (0, 0))) for c in cotangents)
                 loss, metrics = loss + value, _add_metrics(metrics, more)
-            grads, loss, metrics = self._group_backward(group, state, grads, kept, cotangents, loss, metrics)
-            return state, grads, loss, metrics
+            args = (group, state, trunk, grads, kept, cotangents, loss, metrics)
+            return state, *self._group_backward(*args)
 
         carry = (self._state(), self._zero_grads(), loss, metrics)
         _, grads, loss, metrics = _loop(self._groups(), one, carry)
@@ -222,7 +288,8 @@ class Engine:
             state, out = carry
             group = group_slice(self.batch, b)
             state, _ = self._capture(group, state, None)
-            scores = self._score_group(group, self._context(group, state))
+            state, trunk = self._open(group, state)
+            scores = self._score_group(group, state, trunk)
             return state, tuple(lax.dynamic_update_slice_in_dim(o, s, b, 0) for o, s in zip(out, scores, strict=True))
 
         zeros = jnp.zeros((self._groups(), self.geometry.branches, self.geometry.response), self.wide)
@@ -241,8 +308,9 @@ class Engine:
             state, grads = carry
             group = group_slice(self.batch, b)
             state, kept = self._capture(group, state, self.keep)
+            state, trunk = self._open(group, state)
             part = tuple(lax.dynamic_slice_in_dim(c, b, 1, 0) for c in cotangents)
-            return state, self._group_backward(group, state, grads, kept, part, 0.0, {})[0]
+            return state, self._group_backward(group, state, trunk, grads, kept, part, 0.0, {})[0]
 
         _, grads = _loop(self._groups(), one, (state, self._zero_grads()))
         return loss, metrics, grads

@@ -11,6 +11,7 @@ from lsfuse.replay.batch import Batch
 from lsfuse.types import Array
 
 PREFIX_ACTIVATIONS = ("auto", "recompute", "keep")
+PREFIXES = ("prompt", "longest_common")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Options:
     prefix_activations: str = "auto"
     memory_budget: int | None = None
     temperature: float = 1.0
+    prefix: str = "prompt"
+    response_buckets: tuple[int, ...] = ()
 
     def __post_init__(self):
         n = self.prefix_grad
@@ -39,6 +42,11 @@ class Options:
             )
         if not self.temperature > 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
+        if self.prefix not in PREFIXES:
+            raise ValueError(f"prefix must be one of {', '.join(PREFIXES)}, got {self.prefix!r}")
+        sizes = self.response_buckets
+        if not (isinstance(sizes, tuple) and all(isinstance(n, int) and n >= 1 for n in sizes)):
+            raise ValueError(f"response_buckets must be a tuple of padded lengths of at least 1 token, got {sizes!r}")
         saved_names(self.remat_policy)
 
 
@@ -49,7 +57,9 @@ class Geometry:
     prompt: P. response: R. branches: G padded to a multiple of `branch_batch` branches.
     chunk: of the constant part of the prefix. grad_chunk: of its differentiable part.
     grad_tokens: prefix tokens that can carry gradient outside the tails (0: none; P - 1: all).
-    state: room in the prefix state. cotangent: room for the cotangents of its differentiable part.
+    state: room in the prefix state. cotangent: room for the cotangents of its differentiable part, `trunk` excluded.
+    trunk: room for the trunk (`replay.trunk`) in both; 0 if prefix is "prompt".
+    buckets: padded lengths that tails may run at, ascending, R the last.
     """
 
     prompt: int
@@ -61,6 +71,13 @@ class Geometry:
     grad_tokens: int
     state: int
     cotangent: int
+    trunk: int
+    buckets: tuple[int, ...]
+
+    @property
+    def cotangent_room(self) -> int:
+        """Token positions of the buffer of cotangents: the prefix's differentiable part, and the trunk."""
+        return self.cotangent + self.trunk
 
     @property
     def exact(self) -> bool:
@@ -89,6 +106,11 @@ def make_geometry(options: Options, prompt: int, branches: int, response: int) -
     slack = grad_chunk if 0 < grad_tokens < prefix else 0
     batch = options.branch_batch or default_branch_batch(branches, response, options.chunk_size)
     batch = min(batch, branches)
+    state = _round_up(max(prefix, 1), chunk) + slack
+    cotangent = _round_up(grad_tokens, grad_chunk) if grad_tokens else 0
+    trunk = response if options.prefix == "longest_common" else 0
+    if trunk:
+        state = max(state, prefix + trunk, prefix - grad_tokens + cotangent + trunk)
     return Geometry(
         prompt=prompt,
         response=response,
@@ -97,8 +119,10 @@ def make_geometry(options: Options, prompt: int, branches: int, response: int) -
         chunk=chunk,
         grad_chunk=grad_chunk,
         grad_tokens=grad_tokens,
-        state=_round_up(max(prefix, 1), chunk) + slack,
-        cotangent=_round_up(grad_tokens, grad_chunk) if grad_tokens else 0,
+        state=state,
+        cotangent=cotangent,
+        trunk=trunk,
+        buckets=(*sorted({n for n in options.response_buckets if n < response}), response),
     )
 
 
@@ -138,3 +162,10 @@ def branch_slice(group: Batch, first: Array | int, count: int) -> Batch:
         group.replace(prompt_ids=None, prompt_lengths=None, group_sizes=None),
     )
     return part.replace(**shared, group_sizes=sizes)
+
+
+def first_tokens(branches: Batch, count: int) -> Batch:
+    """A branch slice [1, g, ...] with responses padded to `count` tokens, of which the tails need only the ids."""
+    if count == branches.completion_ids.shape[2]:
+        return branches
+    return branches.replace(completion_ids=branches.completion_ids[:, :, :count])

@@ -24,7 +24,7 @@ class TailSaved:
     head: HeadSaved
 
 
-def _inputs(batch: Batch, config: ModelConfig, dtype) -> tuple[Array, Array, Array, Tokens]:
+def tail_inputs(batch: Batch, config: ModelConfig, dtype) -> tuple[Array, Array, Array, Tokens]:
     """ids, labels, validity [g, R] and tokens of a branch slice [1, g, ...]."""
     labels = batch.completion_ids[0]
     lengths = jnp.where(batch.branch_mask[0], batch.completion_lengths[0], 0)
@@ -36,18 +36,35 @@ def _inputs(batch: Batch, config: ModelConfig, dtype) -> tuple[Array, Array, Arr
     return ids, jnp.where(valid, labels, 0), valid, tokens
 
 
+def head_logps(
+    params: Params, config: ModelConfig, x: Array, labels: Array, valid: Array, temperature: float
+) -> tuple[Array, Array, HeadSaved]:
+    """(per_token_logps, entropies) [1, g, R] of x [g, R, D] after the last block, zero where not `valid`."""
+    logps, entropies, head = token_logprobs(params, config, x.reshape(-1, x.shape[-1]), labels.reshape(-1), temperature)
+    logps, entropies = (jnp.where(valid, y.reshape(valid.shape), 0)[None] for y in (logps, entropies))
+    return logps, entropies, head
+
+
 def tails_forward(
-    params: Params, config: ModelConfig, batch: Batch, context: Context, temperature: float, policy: str | None
+    params: Params,
+    config: ModelConfig,
+    batch: Batch,
+    context: Context,
+    temperature: float,
+    policy: str | None,
+    own_at: Array | None = None,
 ) -> tuple[Array, Array, TailSaved | None]:
     """(per_token_logps, entropies) [1, g, R] of a branch slice [1, g, ...], zero where there is no token.
 
     policy: remat policy of what is saved for the backward; None saves nothing.
+    own_at: where in the state these tokens' own keys and values already stand (g = 1); None computes them.
     """
-    ids, labels, valid, tokens = _inputs(batch, config, params["embed_tokens"].dtype)
+    ids, labels, valid, tokens = tail_inputs(batch, config, params["embed_tokens"].dtype)
     keep = () if policy is None else ("x", *saved_names(policy))
-    x, kept = run_blocks(params, config, embed(params, config, ids, valid), tokens, context, keep)
-    logps, entropies, head = token_logprobs(params, config, x.reshape(-1, x.shape[-1]), labels.reshape(-1), temperature)
-    logps, entropies = (jnp.where(valid, y.reshape(valid.shape), 0)[None] for y in (logps, entropies))
+    if own_at is not None:
+        keep = tuple(name for name in keep if name not in ("k", "v"))
+    x, kept = run_blocks(params, config, embed(params, config, ids, valid), tokens, context, keep, own_at=own_at)
+    logps, entropies, head = head_logps(params, config, x, labels, valid, temperature)
     return logps, entropies, None if policy is None else TailSaved(kept, x, head)
 
 
@@ -62,9 +79,14 @@ def tails_backward(
     dentropies: Array,
     grads: Params,
     dstate: PrefixState | None,
+    own_at: Array | None = None,
+    dkv: PrefixState | None = None,
 ) -> tuple[Params, PrefixState | None]:
-    """Adds the tails' gradients to `grads` and the cotangents of the prefix to `dstate`, in place."""
-    ids, labels, valid, tokens = _inputs(batch, config, params["embed_tokens"].dtype)
+    """Adds the tails' gradients to `grads` and the cotangents of the prefix to `dstate`, in place.
+
+    own_at as in `tails_forward`; dkv: cotangents that later tokens have left for these tokens' own keys and values.
+    """
+    ids, labels, valid, tokens = tail_inputs(batch, config, params["embed_tokens"].dtype)
     dlogps, dentropies = (
         jnp.where(valid, d[0].astype(saved.head.lse.dtype), 0).reshape(-1) for d in (dlogps, dentropies)
     )
@@ -73,5 +95,7 @@ def tails_backward(
         params, config, x, labels.reshape(-1), saved.head, dlogps, dentropies, grads, temperature
     )
     dx = dx.reshape(saved.x.shape)
-    dx, grads, dstate = run_blocks_backward(params, config, dx, saved.kept, tokens, context, grads, dstate)
+    dx, grads, dstate = run_blocks_backward(
+        params, config, dx, saved.kept, tokens, context, grads, dstate, own_at=own_at, dkv=dkv
+    )
     return embed_backward(grads, config, ids, valid, dx), dstate

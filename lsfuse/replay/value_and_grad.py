@@ -22,6 +22,8 @@ def value_and_grad(
     prefix_activations: str = "auto",
     memory_budget: int | None = None,
     temperature: float = 1.0,
+    prefix: str = "prompt",
+    response_buckets: tuple[int, ...] = (),
 ) -> GradFn:
     """Value and gradient of an objective of per-token log-probs, the prompt of each group run once.
 
@@ -37,6 +39,11 @@ def value_and_grad(
       prefix_activations: "keep" those of the differentiable prompt tokens from the capture, "recompute" them chunk by
         chunk, or "auto": keep if they fit into `memory_budget` bytes (default: half of the device's memory).
       temperature: divides the logits, before log-probs and entropies.
+      prefix: what a group's branches share: the "prompt", or also what all its responses begin with
+        ("longest_common"), found anew in every batch; its log-probs and their gradient count once for every branch.
+        Response tokens carry gradient in every mode: `prefix_grad` counts prompt tokens.
+      response_buckets: padded lengths below R at which branches run where none of them (without what they share) is
+        longer. Each is compiled; without any, all tails cost R tokens, whatever their lengths.
 
     Returns: f(params, batch) -> ((loss, metrics), grads); grads have the parameters' structure and dtypes and are
     accumulated in float32 or wider. Pure; wrap it in `jax.jit`.
@@ -44,19 +51,35 @@ def value_and_grad(
     Raises: ValueError for an option out of range, or parameters that do not fit `model`.
     """
     options = Options(
-        prefix_grad, chunk_size, branch_batch, remat_policy, prefix_activations, memory_budget, temperature
+        prefix_grad,
+        chunk_size,
+        branch_batch,
+        remat_policy,
+        prefix_activations,
+        memory_budget,
+        temperature,
+        prefix,
+        response_buckets,
     )
     return grad_function(as_objective(objective), model, options)
 
 
 def per_token_logps(
-    model: ModelConfig, *, chunk_size: int = 512, branch_batch: int | None = None, temperature: float = 1.0
+    model: ModelConfig,
+    *,
+    chunk_size: int = 512,
+    branch_batch: int | None = None,
+    temperature: float = 1.0,
+    prefix: str = "prompt",
+    response_buckets: tuple[int, ...] = (),
 ) -> Callable[[Params, Batch], tuple[Array, Array]]:
     """Scoring pass: f(params, batch) -> (per_token_logps, entropies) [B, G, R], no gradient, each prompt run once.
 
     float32 (float64 if the parameters are); zero where there is no token. Costs P + G·R forward tokens a group.
+    Options as of `value_and_grad`.
     """
-    options = Options("stop", chunk_size, branch_batch, temperature=temperature)
+    more = {"temperature": temperature, "prefix": prefix, "response_buckets": response_buckets}
+    options = Options("stop", chunk_size, branch_batch, **more)
 
     def f(params: Params, batch: Batch):
         check_params(model, params)

@@ -53,7 +53,7 @@ def memory(setup: Setup) -> dict[str, int]:
         "optimizer state": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(opt_state)),
         "reference parameters": count * dtype.itemsize * setup.reference,
         "prefix state": geometry.state * replay.state_bytes_per_token(model, dtype),
-        "its cotangent": geometry.cotangent * replay.state_bytes_per_token(model, wide),
+        "its cotangent": geometry.cotangent_room * replay.state_bytes_per_token(model, wide),
         "kept prefix activations": replay.kept_bytes(model, options.remat_policy, geometry, dtype)
         * (config.replay.prefix_activations == "keep"),
         "one chunk of the prefix": geometry.grad_chunk * kept_bytes_per_token(model, options.remat_policy, dtype),

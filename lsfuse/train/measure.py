@@ -15,6 +15,8 @@ import numpy as np
 from lsfuse import replay
 from lsfuse.model import ModelConfig
 from lsfuse.replay import Batch, Objective, Options
+from lsfuse.replay.geometry import group_slice
+from lsfuse.replay.trunk import common_length
 from lsfuse.types import Params
 
 
@@ -43,13 +45,14 @@ def step_cost(model: ModelConfig, mode: str | int, options: Options, batch: Batc
     keep = replay.choose_prefix_activations(model, options, prompt, branches, response, dtype) == "keep"
     total = replay.cost.Cost()
     all_lengths, sizes = np.asarray(batch.completion_lengths), np.asarray(batch.group_sizes)
-    for length, row, size in zip(np.asarray(batch.prompt_lengths), all_lengths, sizes, strict=True):
+    for b, (length, row, size) in enumerate(zip(np.asarray(batch.prompt_lengths), all_lengths, sizes, strict=True)):
         lengths = [int(n) for n in row[: int(size)]]
         if mode == "dense":
             total += replay.cost.dense_group_cost(model, options, prompt, response, int(length), lengths, passes=passes)
         else:
+            common = int(common_length(group_slice(batch, b))) if geometry.trunk else 0
             args = (model, options, geometry, int(length), lengths)
-            total += replay.cost.group_cost(*args, keep=keep, passes=passes)
+            total += replay.cost.group_cost(*args, keep=keep, passes=passes, common=common)
     return total
 
 

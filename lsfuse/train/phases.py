@@ -104,8 +104,8 @@ class GroupRL:
         self.optimizer = optimizer or make_optimizer(fields.optimizer, updates)
         options = replay_options(config, temperature=fields.temperature)
         self.update = make_update(objective, model, self.optimizer, **options)
-        shared = {k: options[k] for k in ("chunk_size", "branch_batch", "temperature")}
-        self.score = jax.jit(replay.per_token_logps(model, **shared))
+        shared = ("chunk_size", "branch_batch", "temperature", "prefix", "response_buckets")
+        self.score = jax.jit(replay.per_token_logps(model, **{k: options[k] for k in shared}))
         self.old_logps = fields.old_logps
         if self.old_logps == "auto":
             self.old_logps = "none" if fields.num_iterations == 1 else "score" if self.offline else "sampler"

@@ -11,6 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from lsfuse.model import REMAT_POLICIES
+from lsfuse.replay import PREFIXES
 from lsfuse.rl import BASELINES, DPO_LOSS_TYPES, IMPORTANCE_LEVELS, KL_KINDS, LOSS_AGG_MODES, SCALES
 
 
@@ -157,6 +158,10 @@ SCHEMA: dict[str, Any] = {
     },
     "replay": {
         "prefix_grad": Field("exact", '"exact", "stop", or how many prompt tokens carry gradient', (int,)),
+        "prefix": Field(
+            "prompt", "what a group shares: the prompt, or also what all its responses begin with", choices=PREFIXES
+        ),
+        "response_buckets": Field((), "padded lengths below max_response at which shorter responses run"),
         "chunk_size": Field(512, "prompt tokens run at a time", minimum=1),
         "branch_batch": Field(None, "branches run at a time; None: about a chunk's worth", (int,), minimum=1),
         "remat_policy": Field("everything_saveable", "what is saved for the backward", choices=tuple(REMAT_POLICIES)),
