@@ -5,6 +5,7 @@ Windows are shorter than prompts, responses and chunks, and all but "qwen3" have
 """
 
 import dataclasses
+import itertools
 
 import families
 import helpers
@@ -40,10 +41,10 @@ def check(family, name, prefix_grad, quick=False, **options):
     [
         ("mistral", "grpo", "exact", {}),
         pytest.param("mistral", "grpo", 5, {"prefix_activations": "keep"}, marks=pytest.mark.slow),
-        ("qwen3", "gspo", "exact", {}),
+        pytest.param("qwen3", "gspo", "exact", {}, marks=pytest.mark.slow),
         ("gemma2", "grpo", "exact", {"remat_policy": "nothing_saveable", "prefix_activations": "recompute"}),
         ("gemma3", "dpo", "exact", {"prefix_activations": "keep"}),
-        ("plain", "gspo", 5, {}),
+        pytest.param("plain", "gspo", 5, {}, marks=pytest.mark.slow),
     ],
 )
 def test_gradients(x64, family, name, prefix_grad, options):
@@ -67,8 +68,17 @@ def test_remat_policies(x64, family, policy, keep):
     check(family, "coupled", "exact", **options)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3", pytest.param("gemma2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", ["exact", pytest.param(6, marks=pytest.mark.slow), "dense"])
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        ("gemma3", "exact"),
+        *(
+            pytest.param(family, mode, marks=pytest.mark.slow)
+            for family, mode in itertools.product(("mistral", "gemma2", "gemma3"), ("exact", 6, "dense"))
+            if (family, mode) != ("gemma3", "exact")
+        ),
+    ],
+)
 def test_several_tiles(x64, monkeypatch, family, mode):
     """Tiles before the window are skipped: of the prefix, of its differentiable part, of the own tokens."""
     for name, size in (("TILE", 2), ("ROWS", 8), ("OWN_TILE", 2)):
@@ -117,7 +127,9 @@ def test_a_token_beyond_the_window_changes_nothing(x64):
         assert (moved[..., :reach] != base[..., :reach]).all()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[pytest.mark.slow] * (f in ("mistral", "qwen3", "gemma2"))) for f in FAMILIES]
+)
 def test_decoding_steps_equal_the_oracle(x64, monkeypatch, family):
     """Logits of every step, one shared prefix and own tiles of three tokens."""
     monkeypatch.setattr(decode, "OWN_TILE", 3)

@@ -36,7 +36,7 @@ def forward_of(config):
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("tiny", "mixed", "gemma3") else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+    "name", [n if n in ("mixed", "gemma3") else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
 )
 def test_hidden_states_and_logits(x64, name):
     config, params = MODELS[name], helpers.random_params(MODELS[name])

@@ -23,7 +23,9 @@ def check(name, key="default", batch=None, **static):
 
 
 # n = 2 is the shortest differentiable stretch, 5 one that ends inside prompts and exceeds others, 64 is exact.
-@pytest.mark.parametrize("prefix_grad", ["exact", "stop", 2, 5, 64])
+@pytest.mark.parametrize(
+    "prefix_grad", ["exact", "stop", 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 64))]
+)
 def test_every_mode_of_a_coupled_objective(x64, prefix_grad):
     for key in BATCHES:
         check("coupled", key, prefix_grad=prefix_grad, chunk_size=4, branch_batch=2)
@@ -37,7 +39,10 @@ def test_every_mode_of_a_coupled_objective(x64, prefix_grad):
             {"prefix_activations": "recompute", "chunk_size": 64, "branch_batch": 3, "remat_policy": "dots_saveable"},
             marks=pytest.mark.slow,
         ),
-        {"prefix_activations": "keep", "prefix_grad": 5, "chunk_size": 3, "branch_batch": 99},
+        pytest.param(
+            {"prefix_activations": "keep", "prefix_grad": 5, "chunk_size": 3, "branch_batch": 99},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
@@ -88,7 +93,12 @@ def test_a_model_without_attention(x64):
     [
         ((1,), ((1,),), {"prefix_grad": "exact"}),
         pytest.param((1, 1), ((4, 2, 1), (1, 0, 4)), {"branch_batch": 3}, marks=pytest.mark.slow),
-        ((6, 2), ((3,), (5, 1, 2, 5, 5)), {"prefix_grad": "exact", "chunk_size": 2, "branch_batch": 2}),
+        pytest.param(
+            (6, 2),
+            ((3,), (5, 1, 2, 5, 5)),
+            {"prefix_grad": "exact", "chunk_size": 2, "branch_batch": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_small_shapes(x64, prompts, responses, options):
@@ -153,7 +163,7 @@ def test_without_jit_on_numpy_arrays(x64):
     oracle.assert_grads_close(grads, want, 1e-12)
 
 
-@pytest.mark.parametrize("branch_batch", [1, 2])
+@pytest.mark.parametrize("branch_batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_objective_of_whole_groups_sees_g_without_padding(x64, branch_batch):
     """A plain mean over [B, G, R] of one full group of three: whatever the branch batch pads G to."""
 

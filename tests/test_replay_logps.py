@@ -38,7 +38,11 @@ def group(prompt, responses, width=None, prompt_room=None):
     )
 
 
-@pytest.mark.parametrize("config", [TINY, helpers.MIXED, helpers.HOLLOW], ids=["tiny", "mixed", "hollow"])
+@pytest.mark.parametrize(
+    "config",
+    [TINY, helpers.MIXED, pytest.param(helpers.HOLLOW, marks=pytest.mark.slow)],
+    ids=["tiny", "mixed", "hollow"],
+)
 def test_equal_to_dense(x64, config):
     params = helpers.random_params(config)
     for batch in (helpers.make_batch(config), helpers.ragged_batch(config, 4)):

@@ -184,7 +184,7 @@ SQUARE = ModelConfig(16384, 16, 4, 8, uniform_blocks(2, 2, 32), max_position_emb
     [
         {"name": "plain_grpo", "prefix_activations": "keep"},
         pytest.param({"name": "coupled", "prefix_grad": 5000}, marks=pytest.mark.slow),
-        {"name": "coupled", "dense": True},
+        pytest.param({"name": "coupled", "dense": True}, marks=pytest.mark.slow),
     ],
     ids=["exact", "n", "dense"],
 )

@@ -49,6 +49,7 @@ def test_gradient(x64, small_tiles, options):
     oracle.assert_grads_close(grads, want_grads, 1e-12)
 
 
+@pytest.mark.slow
 def test_tied_head_in_slabs(x64, small_tiles):
     config = helpers.tiny(vocab_size=1100, tie_word_embeddings=True, blocks=helpers.TINY.blocks[:1])
     params = helpers.random_params(config, 4)

@@ -41,6 +41,15 @@ BATCHES = {
 }
 LENGTHS = {"ragged": (1, 5, 0, 3), "ends": (1, 5, 0, 4), "whole": (6, 4), "nothing": (0, 0)}
 
+FACTORS = {
+    "name": ("coupled", "plain_grpo"),
+    "prefix_grad": ("exact", "stop", 5),
+    "prefix_activations": ("recompute", "keep"),
+    "remat_policy": ("everything_saveable", "nothing_saveable"),
+    "chunk_size": (3, 64),
+    "response_buckets": ((), (3,)),
+}
+
 
 def check(key, name="coupled", **options):
     options = {"prefix": "longest_common", "chunk_size": 4, "branch_batch": 2, **options}
@@ -67,36 +76,24 @@ def test_the_gradient_is_the_oracle_s(x64, name, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat_policy", ["everything_saveable", "nothing_saveable"])
-@pytest.mark.parametrize("prefix_activations", ["keep", "recompute"])
-@pytest.mark.parametrize("prefix_grad", ["exact", "stop", 2, 5])
-def test_every_mode(x64, prefix_grad, prefix_activations, remat_policy):
-    options = {"remat_policy": remat_policy, "prefix_activations": prefix_activations, "prefix_grad": prefix_grad}
+@pytest.mark.parametrize("row", helpers.all_pairs(FACTORS), ids=lambda row: "-".join(map(str, row.values())))
+def test_every_pair_of_options(x64, row):
     for key in BATCHES:
-        for chunk, name in ((3, "plain_grpo"), (64, "coupled")):
-            check(key, name, chunk_size=chunk, response_buckets=(3,), **options)
+        check(key, **row)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(families.FAMILIES))
-def test_families(x64, name):
+@pytest.mark.parametrize(
+    ("config", "prefix_grad"),
+    [(families.FAMILIES["gemma3"], "exact"), (families.FAMILIES["mistral"], 3), (helpers.HOLLOW, 4)],
+    ids=["gemma3", "mistral", "hollow"],
+)
+def test_unlike_blocks(x64, config, prefix_grad):
     """Windows that end inside the trunk, blocks without attention, post-norms."""
-    config = families.FAMILIES[name]
     params = helpers.random_params(config, 3)
     batch = sharing(helpers.make_batch(config), (2, 9, 0, 3))
-    for prefix_grad in ("exact", 3):
-        options = {"prefix_grad": prefix_grad, "chunk_size": 3, "branch_batch": 3, "prefix": "longest_common"}
-        helpers.check_step("plain_grpo", config, params, batch, ("trunk", name), **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [helpers.MIXED, helpers.HOLLOW], ids=["mixed", "hollow"])
-def test_unlike_blocks(x64, config):
-    params = helpers.random_params(config, 2)
-    batch = sharing(helpers.make_batch(config), (2, 9, 0, 3))
-    for prefix_grad in ("exact", "stop", 4):
-        options = {"prefix_grad": prefix_grad, "chunk_size": 3, "branch_batch": 3, "prefix": "longest_common"}
-        helpers.check_step("coupled", config, params, batch, "trunk unlike", **options)
+    options = {"prefix_grad": prefix_grad, "chunk_size": 3, "branch_batch": 3, "prefix": "longest_common"}
+    helpers.check_step("plain_grpo", config, params, batch, "trunk unlike", **options)
 
 
 def test_buckets_alone(x64):

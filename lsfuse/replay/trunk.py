@@ -70,9 +70,7 @@ def divide_group(group: Batch) -> Trunk:
     ids, lengths = group.completion_ids, group.completion_lengths
     count = common_length(group)
     first = jnp.argmax(group.branch_mask[0] & (lengths[0] > 0))
-    plain = Batch(
-        group.prompt_ids, group.prompt_lengths, ids, lengths, jnp.ones(ids.shape, bool), group.group_sizes
-    )
+    plain = Batch(group.prompt_ids, group.prompt_lengths, ids, lengths, jnp.ones(ids.shape, bool), group.group_sizes)
     node = branch_slice(plain, first, 1)
     node = node.replace(completion_lengths=jnp.reshape(count, (1, 1)), group_sizes=jnp.ones_like(group.group_sizes))
     room = jnp.pad(group.prompt_ids, ((0, 0), (0, ids.shape[2])))
