@@ -102,6 +102,8 @@ def set_up(
     stages = build.warm_start_stages(config, task)
     warm_start = WarmStart(config, model, stages) if stages else None
     rl = GroupRL(config, model, task, reward_fn, objective, optimizer)
+    optimizers = {"rl": rl.optimizer} | ({} if warm_start is None else {"warm_start": warm_start.optimizer})
+    build.check_optimizers(config, model, optimizer, optimizers)
     reference = build.needs_reference(config)
     return Setup(config, saved, task, tokenizer, model, load_params, reward_fn, warm_start, rl, reference)
 
