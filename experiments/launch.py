@@ -70,8 +70,8 @@ def one(config, workdir) -> None:
     if _DRY_RUN.value:
         print(train.dry_run(config))
     else:
-        options = {"resume": _RESUME.value, "profile": _PROFILE.value, "tensorboard": _TENSORBOARD.value}
-        train.run(config, str(workdir), **options)
+        profile, tensorboard = _PROFILE.value, _TENSORBOARD.value
+        train.run(config, str(workdir), resume=_RESUME.value, profile=profile, tensorboard=tensorboard)
 
 
 def is_users(error: Exception) -> bool:
