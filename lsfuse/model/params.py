@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +44,9 @@ def with_all_runs(config: ModelConfig, params: Params) -> Params:
 
 def check_params(config: ModelConfig, params: Params) -> None:
     """Raises ValueError if a leaf is missing, unexpected, of another shape than `config` says, or no floating array."""
-    if not isinstance(params, Mapping):
-        kind = type(params).__name__
+    anything: Any = params
+    if not isinstance(anything, Mapping):
+        kind = type(anything).__name__
         raise ValueError(f"parameters must be nested dicts of arrays, got {kind}; mind the arguments' order")
     expected = traverse_util.flatten_dict(param_shapes(config), sep="/")
     given = traverse_util.flatten_dict(params, sep="/")
