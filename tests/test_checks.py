@@ -17,6 +17,7 @@ BATCH = helpers.make_batch(CONFIG, dtype=np.float32)  # B 4, P 11, G 4, R 6
 KEY = jax.random.key(0)
 IDS = np.zeros((2, 5), np.int32)
 F32 = np.float32
+FULL = np.array([5, 5])
 
 
 def traced(f, *args):
@@ -42,7 +43,7 @@ def leaf(path: str, value) -> dict:
     return changed
 
 
-def texts(ids=IDS, lengths=np.array([5, 5])):
+def texts(ids=IDS, lengths=FULL):
     return fusion.Texts(ids, lengths)
 
 
@@ -50,7 +51,7 @@ def forward(*args, params=PARAMS):
     return traced(lambda p, *a: model.forward(p, CONFIG, *a), params, *args)
 
 
-def sampler(ids=IDS, lengths=np.array([5, 4]), key=KEY, params=PARAMS):
+def sampler(ids=IDS, lengths=FULL, key=KEY, params=PARAMS):
     return rl.sample(params, CONFIG, ids, lengths, num_generations=2, max_tokens=2, key=key)
 
 
