@@ -15,6 +15,7 @@ import sys
 _EXTRAS = {
     "test": "the suite",
     "hf": "checkpoints named by a hub id",
+    "tensorboard": "event files for TensorBoard",
     "notebook": "notebooks",
     "tpu": "TPUs, and compiling for them ahead of time",
     "cuda": "NVIDIA GPUs",

@@ -27,6 +27,7 @@ _RESUME = flags.DEFINE_bool("resume", False, "Continue the run in --workdir from
 _SWEEP = flags.DEFINE_multi_string("sweep", [], "field=a,b,c; several are crossed. Run in turn.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print memory, FLOPs, positions and the resolved config; run nothing.")
 _PROFILE = flags.DEFINE_bool("profile", False, "Trace two RL steps into WORKDIR/profile; print the costliest ops.")
+_TENSORBOARD = flags.DEFINE_bool("tensorboard", False, "Write TensorBoard events into WORKDIR/tensorboard.")
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where a user's error was raised.")
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -69,15 +70,16 @@ def one(config, workdir) -> None:
     if _DRY_RUN.value:
         print(train.dry_run(config))
     else:
-        train.run(config, str(workdir), resume=_RESUME.value, profile=_PROFILE.value)
+        profile, tensorboard = _PROFILE.value, _TENSORBOARD.value
+        train.run(config, str(workdir), resume=_RESUME.value, profile=profile, tensorboard=tensorboard)
 
 
 def is_users(error: Exception) -> bool:
-    """Whether a check of this repository, or the machine, says so: the innermost frame is not a library's."""
+    """Whether a check of this repository, or the machine, says so: the innermost frame is not a library's. An
+    ImportError with a name comes from an import statement; a check's has none."""
     last = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    return isinstance(error, OSError) or (
-        isinstance(error, ValueError | ArithmeticError) and last.is_relative_to(_ROOT)
-    )
+    ours = isinstance(error, ValueError | ArithmeticError) or (isinstance(error, ImportError) and error.name is None)
+    return isinstance(error, OSError) or (ours and last.is_relative_to(_ROOT))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from lsfuse.checks import check_arrays
 from lsfuse.data.batching import Group
 
 SPLITS = ("train", "eval")
@@ -90,7 +91,10 @@ def cut_completion(
     Returns:
         (length, text): number of tokens up to and including the one that ended it; text without stop id or string.
     """
-    ids = [int(i) for i in np.asarray(ids)[:length]]
+    ids = np.asarray(ids)
+    if ids.size:  # an empty list has no kind
+        check_arrays("cut_completion", {"ids": (ids, "R", int)})
+    ids = [int(i) for i in ids[:length]]
     stops = set(tokenizer.stop_ids)
     end = next((t for t, i in enumerate(ids) if i in stops), None)
     body = ids if end is None else ids[:end]

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
+from lsfuse.checks import check_arrays, check_same_shape
 from lsfuse.fusion.forward import embed_texts, kl_divergence, over_chunks, run_from
 from lsfuse.fusion.surgery import cut, remove_attention, remove_ffn
-from lsfuse.fusion.texts import Texts
+from lsfuse.fusion.texts import Texts, check_texts
 from lsfuse.fusion.tree import Transform, check_spans
 from lsfuse.model.blocks import at_block, block_forward
 from lsfuse.model.config import ModelConfig
@@ -43,7 +44,9 @@ class Dependency:
 
 def cosine_distance(a: Array, b: Array) -> Array:
     """½‖â - b̂‖² of vectors [..., D], in float32 or wider: 1 - cos without its cancellation. 0 if both are zero, 1 if
-    one is."""
+    one is. Raises: ValueError unless both have one shape."""
+    check_same_shape("cosine_distance", {"a": a, "b": b})
+    check_arrays("cosine_distance", {"a": (a, "... D", float), "b": (b, "... D", float)})
     a, b = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (a, b))
     zeros, units = [], []
     for x in (a, b):
@@ -73,6 +76,7 @@ def dependency(
         blocks: rows to compute, all by default; others stay 0.
         batch_size: texts at a time.
     """
+    check_texts("dependency", texts, config, params)
     count = config.num_blocks
     rows = sorted(range(count) if blocks is None else {int(b) for b in blocks})
     if rows and not 0 <= rows[0] <= rows[-1] < count:
@@ -150,6 +154,7 @@ def replacement_scores(
 
     Every pass restarts at the span's first block. Alike spans share a compiled program.
     """
+    check_texts("replacement_scores", texts, config, params)
     spans = [(first, last) for first, last, _ in replacements]
     for span in spans:
         check_spans("replacement_scores", [span], config)
@@ -218,6 +223,7 @@ def ffn_importance(
 
     Source: Puzzle (arXiv 2411.19146), "channel contribution". Returns: float64 [F] a block, None without FFN.
     """
+    check_texts("ffn_importance", texts, config, params)
     totals: list[np.ndarray | None] = [np.zeros(b.ffn_width) if b.has_ffn else None for b in config.blocks]
     batches = list(texts.batches(batch_size))
     for ids, lengths in tqdm.tqdm(batches, desc="importance", disable=None if progress else True, unit="batch"):

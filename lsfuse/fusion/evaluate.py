@@ -9,7 +9,7 @@ import numpy as np
 import tqdm
 
 from lsfuse.fusion.forward import embed_texts, kl_divergence, over_chunks, run_from
-from lsfuse.fusion.texts import Texts
+from lsfuse.fusion.texts import Texts, check_texts
 from lsfuse.model.config import ModelConfig
 from lsfuse.types import Array, Params
 
@@ -32,6 +32,8 @@ def evaluate(
     Raises: ValueError if the two have unlike vocabularies, or no text has two tokens.
     """
     models = (child,) if parent is None else (child, parent)
+    for config, params in models:
+        check_texts("evaluate", texts, config, params)
     if parent is not None and parent[0].vocab_size != child[0].vocab_size:
         raise ValueError(
             f"parent and child have vocabularies of {parent[0].vocab_size} and {child[0].vocab_size} tokens; their"
@@ -39,11 +41,11 @@ def evaluate(
         )
     if texts.lengths.max() < 2:
         raise ValueError("perplexity needs a text of at least two tokens")
-    configs, params = zip(*models, strict=True)
+    configs, all_params = zip(*models, strict=True)
     sums: dict[str, float] = {}
     batches = list(texts.batches(batch_size))
     for ids, lengths in tqdm.tqdm(batches, desc="evaluate", disable=None if progress else True, unit="batch"):
-        for name, value in _sums(configs, params, jnp.asarray(ids), jnp.asarray(lengths)).items():
+        for name, value in _sums(configs, all_params, jnp.asarray(ids), jnp.asarray(lengths)).items():
             sums[name] = sums.get(name, 0.0) + float(value)
     out = {"perplexity": float(np.exp(sums["nll0"] / sums["predictions"]))}
     if parent is not None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from scipy import optimize, sparse
 
+from lsfuse.checks import check_arrays
 from lsfuse.fusion.surgery import replace_spans
 from lsfuse.fusion.tree import Transform
 from lsfuse.model.config import ModelConfig
@@ -23,6 +24,9 @@ def fusion_spans(
 
     dependency: [L, L]; then a span grows only while every pair in it stays at or below `threshold`.
     """
+    if dependency is not None:
+        blocks = {"L": (config.num_blocks, "the config")}
+        check_arrays("fusion_spans", {"dependency": (dependency, "L L", float)}, blocks)
     spans = []
     for first, last in attention_free_runs(config):
         start = first

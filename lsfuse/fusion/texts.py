@@ -6,13 +6,21 @@ from typing import Any
 
 import numpy as np
 
+from lsfuse.checks import check_arrays
+from lsfuse.model.config import ModelConfig
+from lsfuse.model.params import check_params
+from lsfuse.types import Params
+
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Token sequences, right-padded. ids: int32 [N, T]; lengths: int32 [N], at least 1."""
+    """Token sequences, right-padded. ids: int32 [N, T]; lengths: int32 [N], at least 1. Raises ValueError otherwise."""
 
     ids: np.ndarray
     lengths: np.ndarray
+
+    def __post_init__(self):
+        check_arrays("Texts", {"ids": (self.ids, "N T", int), "lengths": (self.lengths, "N", int)})
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -27,6 +35,19 @@ class Texts:
             ids, lengths = self.ids[start : start + size], self.lengths[start : start + size]
             lack = size - len(ids)
             yield np.pad(ids, ((0, lack), (0, 0))), np.pad(lengths, (0, lack))
+
+
+def check_texts(where: str, texts: Texts, config: ModelConfig, params: Params) -> None:
+    """Raises ValueError for ids that the model does not have, or parameters that are not its own."""
+    check_params(config, params)
+    valid = np.arange(texts.ids.shape[1]) < np.asarray(texts.lengths)[:, None]
+    bad = np.argwhere(valid & ((texts.ids < 0) | (texts.ids >= config.vocab_size)))
+    if bad.size:
+        n, t = (int(i) for i in bad[0])
+        raise ValueError(
+            f"{where}: text {n} has id {texts.ids[n, t]} at position {t}, but the model's vocabulary has ids 0 to"
+            f" {config.vocab_size - 1}; do tokenizer and model belong together?"
+        )
 
 
 def from_lists(sequences: Sequence[Sequence[int]]) -> Texts:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from lsfuse.checks import check_arrays
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.layers import rms_norm, softcap
 from lsfuse.types import Array, Params
@@ -59,7 +60,11 @@ def token_logprobs(
 
     Returns: log-probs of the labels and entropies (nats) of the tempered distribution, [T], float32 or wider, and what
     `token_logprobs_backward` needs.
+
+    Raises: ValueError for arrays of other shapes or kinds.
     """
+    given = {"x": (x, "T D", float), "labels": (labels, "T", int)}
+    check_arrays("model.token_logprobs", given, {"D": (config.hidden_size, "the config")})
     h = rms_norm(config, x, params["norm"])
     count, width, read, tied = _slabs(params, x.shape[0])
     acc = jnp.promote_types(x.dtype, jnp.float32)

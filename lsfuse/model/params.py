@@ -1,12 +1,14 @@
 """Parameter trees: initialisation, checking, counting, and going between runs and a per-block list."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
+from lsfuse.checks import check_key, is_kind
 from lsfuse.model.config import BlockConfig, ModelConfig, block_param_shapes, param_shapes
 from lsfuse.types import Array, Params
 
@@ -14,6 +16,7 @@ from lsfuse.types import Array, Params
 def init_params(config: ModelConfig, key: Array, dtype=jnp.float32) -> Params:
     """Random parameters: normal with standard deviation 1/sqrt(fan in), output projections divided by sqrt(2 · blocks)
     (GPT-2), embeddings 0.02, or 1/sqrt(D) where they are the head too; gains one (less `norm_offset`), biases zero."""
+    check_key("init_params", key)
     shapes = traverse_util.flatten_dict(param_shapes(config), sep="/")
 
     def leaf(i: int, path: str, shape: tuple[int, ...]) -> Array:
@@ -40,16 +43,27 @@ def with_all_runs(config: ModelConfig, params: Params) -> Params:
 
 
 def check_params(config: ModelConfig, params: Params) -> None:
-    """Raises ValueError if a leaf is missing, unexpected or of another shape than `config` says."""
+    """Raises ValueError if a leaf is missing, unexpected, of another shape than `config` says, or no floating array."""
+    anything: Any = params
+    if not isinstance(anything, Mapping):
+        kind = type(anything).__name__
+        raise ValueError(f"parameters must be nested dicts of arrays, got {kind}; mind the arguments' order")
     expected = traverse_util.flatten_dict(param_shapes(config), sep="/")
-    found = traverse_util.flatten_dict(params, sep="/")
-    if missing := sorted(expected.keys() - found.keys()):
+    given = traverse_util.flatten_dict(params, sep="/")
+    if missing := sorted(expected.keys() - given.keys()):
         raise ValueError(f"parameters lack {', '.join(missing)}, which the model's config asks for")
-    if extra := sorted(found.keys() - expected.keys()):
+    if extra := sorted(given.keys() - expected.keys()):
         raise ValueError(f"parameters have {', '.join(extra)}, which the model's config does not know")
     for path, shape in expected.items():
-        if tuple(found[path].shape) != shape:
-            raise ValueError(f"parameter {path} has shape {tuple(found[path].shape)}, the config says {shape}")
+        if not hasattr(given[path], "shape"):
+            raise ValueError(f"parameter {path} must be an array of shape {shape}, got {type(given[path]).__name__}")
+        if tuple(given[path].shape) != shape:
+            raise ValueError(f"parameter {path} has shape {tuple(given[path].shape)}, the config says {shape}")
+        if not is_kind(given[path], float):
+            raise ValueError(
+                f"parameter {path} of shape {shape} has dtype {given[path].dtype}; parameters must be floating-point"
+                " numbers: cast them, or load the model that is not quantised"
+            )
 
 
 def count_params(config: ModelConfig) -> int:
@@ -57,7 +71,8 @@ def count_params(config: ModelConfig) -> int:
 
 
 def unstack_blocks(config: ModelConfig, params: Params) -> list[dict[str, Array]]:
-    """One dict of leaves per block, in order."""
+    """One dict of leaves per block, in order. Raises ValueError where parameters do not fit `config`."""
+    check_params(config, params)
     return [
         {name: leaf[i] for name, leaf in params["runs"][str(r)].items()}
         for r, (_, n) in enumerate(config.runs)

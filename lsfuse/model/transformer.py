@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from lsfuse.checks import check_arrays
 from lsfuse.kernels import tail_attention
 from lsfuse.model.blocks import Tokens, at_block, block_backward, block_forward, saved_names
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.layers import rms_norm, softcap
+from lsfuse.model.params import check_params
 from lsfuse.model.rope import rope_tables
 from lsfuse.model.state import PrefixState, read_state
 from lsfuse.types import Array, Params
@@ -220,7 +222,11 @@ def forward(
 
     Args: ids int32 [B, T]; lengths int32 [B] valid tokens of each row (all by default).
     Returns: [B, T, D] in the parameters' dtype; rows beyond a length are meaningless but finite.
+
+    Raises: ValueError for arrays of other shapes or kinds, parameters that do not fit `config`, an unknown policy.
     """
+    check_params(config, params)
+    check_arrays("model.forward", {"ids": (ids, "B T", int), "lengths": (lengths, "B", int)})
     lengths = jnp.full(ids.shape[0], ids.shape[1]) if lengths is None else lengths
     valid = jnp.arange(ids.shape[1]) < lengths[:, None]
     x = embed(params, config, ids, valid)
@@ -229,7 +235,11 @@ def forward(
 
 
 def logits(params: Params, config: ModelConfig, hidden: Array) -> Array:
-    """[..., V] in float32 or wider, from hidden states after the final norm. For small inputs: nothing is chunked."""
+    """[..., V] in float32 or wider, from hidden states after the final norm. For small inputs: nothing is chunked.
+
+    Raises: ValueError for hidden states of another width or kind.
+    """
+    check_arrays("model.logits", {"hidden": (hidden, "... D", float)}, {"D": (config.hidden_size, "the config")})
     head = params["lm_head"] if "lm_head" in params else params["embed_tokens"].T
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     products = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=wide)

@@ -1,7 +1,10 @@
 """Checks of a batch on the host, before any work: what is wrong, in which group and branch, and what to do."""
 
+from typing import Any
+
 import numpy as np
 
+from lsfuse.checks import REAL, check_arrays
 from lsfuse.model.config import ModelConfig
 from lsfuse.replay.batch import Batch
 
@@ -15,7 +18,7 @@ def check_batch(batch: Batch, model: ModelConfig) -> None:
     vocabulary; advantages, rewards, and the log-probs of tokens that carry loss must be finite.
     """
     b = Batch(**{f: _host(getattr(batch, f)) for f in batch.__dataclass_fields__ if f != "extras"})
-    _shapes(b)
+    check_shapes(b)
     groups, branches, response = b.completion_ids.shape
     prompt = b.prompt_ids.shape[1]
     _range("group_sizes", b.group_sizes, 0, branches, "the padded number of branches")
@@ -55,24 +58,32 @@ def _host(x):
     return None if x is None else np.asarray(x)
 
 
-def _shapes(b: Batch) -> None:
-    if b.completion_ids.ndim != 3 or b.prompt_ids.ndim != 2:
-        raise ValueError(
-            f"prompt_ids must be [B, P] and completion_ids [B, G, R]; got {b.prompt_ids.shape} and"
-            f" {b.completion_ids.shape}"
-        )
-    groups, branches, response = b.completion_ids.shape
-    expected = {"prompt_ids": (groups, b.prompt_ids.shape[1]), "prompt_lengths": (groups,), "group_sizes": (groups,)}
-    expected |= {"completion_lengths": (groups, branches), "rewards": (groups, branches)}
-    expected |= dict.fromkeys(_PER_TOKEN, (groups, branches, response))
-    if b.advantages is not None:
-        expected["advantages"] = (groups, branches, response)[: 3 if b.advantages.ndim == 3 else 2]
-    for name, shape in expected.items():
-        value = getattr(b, name)
-        if value is not None and value.shape != shape:
-            raise ValueError(
-                f"{name} has shape {value.shape}; completion_ids {b.completion_ids.shape} asks for {shape}"
-            )
+def check_shapes(batch: Batch, where: str = "batch") -> None:
+    """Raises ValueError if a field has another shape, or holds another kind of numbers, than `Batch` says. Of tracers,
+    too: `replay.value_and_grad` asks when it is traced."""
+    if not isinstance(batch, Batch):
+        raise ValueError(f"{where} must be a replay.Batch, got {type(batch).__name__}; mind the arguments' order")
+    b, advantages = batch, "B G R" if getattr(batch.advantages, "ndim", 2) == 3 else "B G"
+    given: dict[str, tuple[Any, str, Any]] = {
+        "completion_ids": (b.completion_ids, "B G R", int),
+        "prompt_ids": (b.prompt_ids, "B P", int),
+    }
+    given |= {"prompt_lengths": (b.prompt_lengths, "B", int), "group_sizes": (b.group_sizes, "B", int)}
+    given |= {"completion_lengths": (b.completion_lengths, "B G", int), "rewards": (b.rewards, "B G", REAL)}
+    given |= {name: (getattr(b, name), "B G R", REAL) for name in _PER_TOKEN}
+    given |= {"advantages": (b.advantages, advantages, REAL)}
+    given |= {f"extras[{name!r}]": (x, "B G ...", REAL) for name, x in (b.extras or {}).items() if hasattr(x, "shape")}
+    for name in (
+        "completion_ids",
+        "prompt_ids",
+        "prompt_lengths",
+        "group_sizes",
+        "completion_lengths",
+        "completion_mask",
+    ):
+        if getattr(b, name) is None:
+            raise ValueError(f"{where}: {name} is None; every batch has it")
+    check_arrays(where, given)
 
 
 def _range(name: str, values, low: int, high: int, what: str) -> None:

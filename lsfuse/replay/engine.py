@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lsfuse.checks import check_arrays
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.params import check_params
 from lsfuse.model.state import PrefixState, init_state
 from lsfuse.model.transformer import Context
 from lsfuse.replay.batch import Batch
+from lsfuse.replay.check import check_shapes
 from lsfuse.replay.geometry import (
     Geometry,
     Options,
@@ -61,6 +63,7 @@ def grad_function(objective: Objective, model: ModelConfig, options: Options, br
 
     def f(params: Params, batch: Batch):
         check_params(model, params)
+        check_shapes(batch)
         if objective.prepare is not None:
             batch = objective.prepare(batch)
         batch = batch.replace(completion_mask=batch.loss_mask)
@@ -322,8 +325,17 @@ def _loop(count: int, body, carry):
 
 def _vjp_with_aux(objective: Objective, logps: Array, entropies: Array, batch: Batch):
     """((loss, metrics), (dlogps, dentropies))."""
-    loss, pull, metrics = jax.vjp(lambda a, b: objective(a, b, batch), logps, entropies, has_aux=True)
+    loss, pull, metrics = jax.vjp(lambda a, b: _checked(objective, a, b, batch), logps, entropies, has_aux=True)
     return (loss, metrics), pull(jnp.ones_like(loss))
+
+
+def _checked(objective: Objective, logps: Array, entropies: Array, batch: Batch) -> tuple[Array, dict[str, Any]]:
+    """What the objective returns. Raises ValueError if that is not a scalar loss and a dict of metrics."""
+    out, name = objective(logps, entropies, batch), objective.name or "the objective"
+    if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
+        raise ValueError(f"{name} must return (loss, metrics), metrics a dict, got {type(out).__name__}")
+    check_arrays(name, {"loss": (out[0], "", float)})
+    return out
 
 
 def _add_metrics(total: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 
+from lsfuse.checks import check_arrays, check_broadcastable
 from lsfuse.replay.batch import Batch
 from lsfuse.types import Array
 
@@ -33,7 +34,11 @@ class Mean:
 
 
 def masked_mean(values: Array, mask: Array) -> Mean:
-    """Mean of `values` where `mask` is true; values elsewhere may be anything, NaN included."""
+    """Mean of `values` where `mask` is true; values elsewhere may be anything, NaN included.
+
+    Raises: ValueError for a mask that cannot be broadcast to the values.
+    """
+    check_broadcastable("masked_mean", "mask", mask, "values", values)
     mask = jnp.broadcast_to(mask, values.shape)
     return Mean(jnp.sum(jnp.where(mask != 0, values * mask, 0.0)), jnp.sum(mask.astype(values.dtype)))
 
@@ -63,6 +68,9 @@ class Objective:
             raise ValueError(f"Objective.coupling must be one of {', '.join(COUPLINGS)}, got {self.coupling!r}")
 
     def __call__(self, per_token_logps: Array, entropies: Array, batch: Batch):
+        given: dict[str, tuple[Any, str, Any]] = {"completion_ids": (batch.completion_ids, "B G R", int)}
+        given |= {"per_token_logps": (per_token_logps, "B G R", float), "entropies": (entropies, "B G R", float)}
+        check_arrays(self.name or "objective", given)
         return self.fn(per_token_logps, entropies, batch)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.params import check_params
 from lsfuse.replay.batch import Batch
+from lsfuse.replay.check import check_shapes
 from lsfuse.replay.engine import Engine, GradFn, grad_function
 from lsfuse.replay.geometry import Options
 from lsfuse.replay.objective import Objective, ObjectiveFn, as_objective
@@ -48,7 +49,8 @@ def value_and_grad(
     Returns: f(params, batch) -> ((loss, metrics), grads); grads have the parameters' structure and dtypes and are
     accumulated in float32 or wider. Pure; wrap it in `jax.jit`.
 
-    Raises: ValueError for an option out of range, or parameters that do not fit `model`.
+    Raises: ValueError for an option out of range, parameters that do not fit `model`, and, when it is traced, fields of
+    the batch of other shapes or kinds, or an objective that does not return a scalar and a dict.
     """
     options = Options(
         prefix_grad,
@@ -83,6 +85,7 @@ def per_token_logps(
 
     def f(params: Params, batch: Batch):
         check_params(model, params)
+        check_shapes(batch)
         logps, entropies = Engine(params, model, options, batch).score()
         branches = batch.completion_ids.shape[1]
         return logps[:, :branches], entropies[:, :branches]

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from lsfuse.checks import REAL, check_arrays
+
 SCALES = ("std", "none")
 BASELINES = ("group", "leave_one_out", "batch", "none")
 
@@ -16,6 +18,7 @@ def check_rewards(rewards: np.ndarray, group_sizes: np.ndarray) -> None:
         raise ValueError(
             f"rewards must be [B, G] and group_sizes [B], got shapes {rewards.shape} and {group_sizes.shape}"
         )
+    check_arrays("advantages", {"rewards": (rewards, "B G", REAL), "group_sizes": (group_sizes, "B", int)})
     if np.any(group_sizes < 0) or np.any(group_sizes > rewards.shape[1]):
         b = int(np.argmax((group_sizes < 0) | (group_sizes > rewards.shape[1])))
         raise ValueError(f"group {b}: size {group_sizes[b]} does not fit the {rewards.shape[1]} columns of rewards")
@@ -102,6 +105,7 @@ def overlong_penalty(lengths: np.ndarray, max_length: int, buffer: int) -> np.nd
     """
     if not 1 <= buffer <= max_length:
         raise ValueError(f"overlong_penalty: buffer must be between 1 and max_length {max_length}, got {buffer}")
+    check_arrays("overlong_penalty", {"lengths": (np.asarray(lengths), "...", REAL)})
     return np.clip((max_length - buffer - np.asarray(lengths, np.float64)) / buffer, -1.0, 0.0)
 
 

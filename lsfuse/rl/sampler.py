@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lsfuse.checks import check_arrays, check_key
 from lsfuse.model import ModelConfig, check_params
 from lsfuse.rl.decode import decode, prefill, shared_attention, shared_caches
 from lsfuse.types import Array, Params
@@ -65,7 +66,9 @@ class Sampler:
 
         Raises: ValueError before any work if prompts do not fit (shapes, ids, or the model's context), or parameters.
         """
+        check_params(self.model, params)
         self._check_prompts(prompt_ids, prompt_lengths)
+        check_key("sampler", key)
         return self.jitted(params, prompt_ids, prompt_lengths, key)
 
     @functools.cached_property
@@ -100,6 +103,9 @@ class Sampler:
                 f"sampler: prompt_ids must be [B, P] and prompt_lengths [B], got {list(shape)} and"
                 f" {list(lengths_shape)}"
             )
+        if hasattr(prompt_ids, "dtype") and hasattr(prompt_lengths, "dtype"):
+            given = {"prompt_ids": (prompt_ids, "B P", int), "prompt_lengths": (prompt_lengths, "B", int)}
+            check_arrays("sampler", given)
         if isinstance(prompt_ids, jax.core.Tracer) or isinstance(prompt_lengths, jax.core.Tracer):
             return
         ids, lengths = np.asarray(prompt_ids), np.asarray(prompt_lengths)

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from lsfuse.model import ModelConfig, init_params, uniform_blocks
 from lsfuse.replay import Objective, choose_prefix_activations
 from lsfuse.replay import Options as ReplayOptions
 from lsfuse.train.optimizer import trained
+from lsfuse.train.optimizer_names import check_optimizer
 from lsfuse.types import Params
 
 
@@ -182,6 +183,19 @@ def check_trainable(config: ConfigDict, model: ModelConfig) -> None:
     for phase in ("warm_start", "rl"):
         if (pattern := config[phase].optimizer.trainable) is not None:
             trained(pattern, abstract_params(model, jnp.dtype(config.dtype)))
+
+
+def check_optimizers(config: ConfigDict, model: ModelConfig, given: Any, optimizers: Mapping[str, Any]) -> None:
+    """Raises ValueError, before any work, for an optimizer that cannot take a step of this model's parameters.
+
+    given: an optimizer passed by the caller, or None. optimizers: those of the phases there are, by the phase's name.
+    """
+    params = abstract_params(model, jnp.dtype(config.dtype))
+    for phase, optimizer in optimizers.items():
+        own = phase == "rl" and given is not None
+        name = config[phase].optimizer.name
+        if own or name not in ("adamw", "adam", "lion", "adafactor", "sgd"):  # which are known to
+            check_optimizer("optimizer" if own else f"config.{phase}.optimizer.name {name!r}", optimizer, params)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,4 +109,6 @@ def _checked(name: str, value: Any, field: Field) -> Any:
         if (low is not None and not value >= low) or (high is not None and not value <= high):
             bounds = f"at least {low}" if high is None else f"between {low} and {high}"
             raise ValueError(f"config.{name} must be {bounds} ({field.help}), got {value!r}")
+    if field.check is not None:
+        field.check(f"config.{name}", value)
     return value

@@ -34,6 +34,7 @@ from lsfuse.train.profile import Profiler
 from lsfuse.train.progress import Progress
 from lsfuse.train.report import format_summary, parameter_change, summarize, write_report
 from lsfuse.train.rollout import evaluate
+from lsfuse.train.tensorboard import Events, require_tensorboard
 from lsfuse.types import Params
 
 RewardFn = Callable[[Mapping[str, Any], str], float]
@@ -102,6 +103,8 @@ def set_up(
     stages = build.warm_start_stages(config, task)
     warm_start = WarmStart(config, model, stages) if stages else None
     rl = GroupRL(config, model, task, reward_fn, objective, optimizer)
+    optimizers = {"rl": rl.optimizer} | ({} if warm_start is None else {"warm_start": warm_start.optimizer})
+    build.check_optimizers(config, model, optimizer, optimizers)
     reference = build.needs_reference(config)
     return Setup(config, saved, task, tokenizer, model, load_params, reward_fn, warm_start, rl, reference)
 
@@ -117,6 +120,7 @@ def run(
     resume: bool = False,
     progress: bool = True,
     profile: bool = False,
+    tensorboard: bool = False,
 ) -> Result:
     """Trains as `config` says and leaves everything in `workdir`.
 
@@ -130,12 +134,17 @@ def run(
         optimizer: any optax transformation for the RL phase, instead of the config's; it holds its own learning rate.
         progress: show a progress bar and print evaluations.
         profile: trace two RL steps into workdir/profile and print the costliest operations.
+        tensorboard: write what metrics.jsonl holds as TensorBoard events too, into workdir/tensorboard (extra
+            `[tensorboard]`). It is no part of the config: a run may be resumed with or without it.
 
     Raises:
+        ImportError: `tensorboard` without tensorboardX.
         ValueError, FileExistsError, FileNotFoundError: anything wrong with what was given, before any work.
         CheckpointError: a checkpoint cannot be written (the ones before are untouched) or none can be read.
         FloatingPointError: loss or gradient is not finite.
     """
+    if tensorboard:
+        require_tensorboard()
     workdir = pathlib.Path(workdir).absolute()
     given = {"task": task, "reward_fn": reward_fn, "objective": objective, "optimizer": optimizer}
     setup = set_up(config, workdir, **given, resume=resume)
@@ -145,7 +154,8 @@ def run(
         with contextlib.ExitStack() as stack:
             metrics = stack.enter_context(files.JsonLines(workdir / "metrics.jsonl"))
             samples = stack.enter_context(files.JsonLines(workdir / "samples.jsonl"))
-            return _Run(setup, workdir, metrics, samples, progress, profile).run()
+            events = stack.enter_context(Events(workdir / "tensorboard")) if tensorboard else None
+            return _Run(setup, workdir, metrics, samples, progress, profile, events).run()
 
 
 def _name(thing: Any) -> str:
@@ -175,8 +185,10 @@ class _Run:
         samples: files.JsonLines,
         progress: bool,
         profile: bool,
+        events: Events | None,
     ):
         self.setup, self.workdir, self.metrics, self.samples = setup, workdir, metrics, samples
+        self.events = events
         self.config, self.model = setup.config, setup.model
         self.key = jax.random.key(self.config.seed)
         self.checkpoints = Checkpoints(workdir / "checkpoints", setup.saved, self.config.checkpoint.keep)
@@ -214,7 +226,7 @@ class _Run:
                 metrics = phase.step(state, step)
                 if profiler is not None and (text := profiler.after_step(step + 1 == phase.steps)):
                     self.progress.line(text)
-                self.metrics.write({"phase": phase.name, "step": step, **metrics})
+                self._record({"phase": phase.name, "step": step, **metrics})
                 bar.update(metrics)
                 done, last = step + 1, step + 1 == phase.steps
                 if phase.name == "rl" and (last or (evaluations and done % evaluations == 0)):
@@ -223,6 +235,11 @@ class _Run:
                     last and phase.name == "rl"
                 ):
                     self._save(phase.name, done, state)
+
+    def _record(self, record: dict[str, Any]) -> None:
+        self.metrics.write(record)
+        if self.events is not None:
+            self.events.write(record)
 
     def _begin_rl(self, params: Params, position: int) -> State:
         """State at RL step 0. Its parameters are the reference, and what the change is measured from."""
@@ -258,7 +275,7 @@ class _Run:
         if self.best is None or means["reward"] > self.best["reward"]:
             self.best = {"step": done, "reward": means["reward"]}
         record = {"phase": "eval", "step": done, **means, "time/step": time.perf_counter() - start}
-        self.metrics.write(record)
+        self._record(record)
         self.progress.line(f"held-out reward at RL step {done}: {means['reward']:.3f}")
 
     # --- checkpoints ---
@@ -286,6 +303,8 @@ class _Run:
         sizes = restored.info["sizes"] if restored else {}
         for file in (self.metrics, self.samples):
             file.cut(sizes.get(file.path.name, 0))
+        if self.events is not None:
+            self.events.start(self.metrics.read())
         if restored is None:
             params = self.setup.load_params()
             if self.warm_start is None:

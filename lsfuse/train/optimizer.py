@@ -1,4 +1,4 @@
-"""Optimizers by name."""
+"""The optimizer of a config: schedule, clipping, factory, and what of the parameters is trained."""
 
 import re
 from typing import Any
@@ -7,6 +7,7 @@ import jax
 import optax
 
 from lsfuse.io.checkpoint_manifest import leaf_names
+from lsfuse.train.optimizer_names import from_factory
 
 
 def make_schedule(config: Any, steps: int) -> optax.Schedule:
@@ -35,23 +36,26 @@ def make_schedule(config: Any, steps: int) -> optax.Schedule:
 def make_optimizer(config: Any, steps: int) -> optax.GradientTransformation:
     """The optax chain of a config's `optimizer` fields for a run of `steps` updates.
 
+    name: a factory of optax or optax.contrib that a plain step serves (`optimizer_names`), or
+    "package.module:function"; it gets the fields that its signature has, by name. sgd's momentum is b1; adafactor's
+    updates are scaled by the learning rate alone. optax's factories that take norms of leaves see every block's by
+    itself; so does muon, which orthogonalises the kernels of blocks. One's own sees runs stacked, as they are.
+
     With `trainable`, leaves whose path it does not match keep every bit, have no optimizer state, and are left out of
     the gradient's norm that is clipped.
     """
     schedule = make_schedule(config, steps)
     parts = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
-    if config.name == "adamw":
-        adam = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
-        parts.append(optax.adamw(schedule, **adam, weight_decay=config.weight_decay, mask=decayed))
-    elif config.name == "adam":
-        parts.append(optax.adam(schedule, b1=config.b1, b2=config.b2, eps=config.eps))
-    elif config.name == "lion":
-        parts.append(optax.lion(schedule, config.b1, config.b2, weight_decay=config.weight_decay, mask=decayed))
-    elif config.name == "adafactor":
+    if config.name == "adafactor":
         decay = {"weight_decay_rate": config.weight_decay or None, "weight_decay_mask": decayed}
         parts.append(optax.adafactor(schedule, multiply_by_parameter_scale=False, clipping_threshold=None, **decay))
-    else:
+    elif config.name == "sgd":
         parts.append(optax.sgd(schedule, momentum=config.b1 or None))
+    else:
+        fields = {name: config[name] for name in ("b1", "b2", "eps", "weight_decay")}
+        fixed = config.learning_rate if config.schedule == "constant" and not config.warmup_steps else None
+        fields["learning_rate"] = schedule
+        parts.append(from_factory("optimizer.name", config.name, fields, decayed, fixed))
     chain = optax.chain(*parts)
     if config.trainable is None:
         return chain
@@ -83,7 +87,7 @@ def decayed(params: Any) -> Any:
     """A tree of bools: weight decay acts on matrices, not on norms and biases."""
 
     def matrix(path: tuple, leaf: Any) -> bool:
-        name = str(path[-1].key)
+        name = next(str(key.key) for key in reversed(path) if hasattr(key, "key"))  # below it, blocks by number
         return not (name.endswith("norm") or name.endswith("bias"))
 
     return jax.tree_util.tree_map_with_path(matrix, params)

@@ -5,7 +5,7 @@ A field that may be of several types, or None, is stored so that the command lin
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict, config_dict
@@ -13,11 +13,13 @@ from ml_collections import ConfigDict, config_dict
 from lsfuse.model import REMAT_POLICIES
 from lsfuse.replay import PREFIXES
 from lsfuse.rl import BASELINES, DPO_LOSS_TYPES, IMPORTANCE_LEVELS, KL_KINDS, LOSS_AGG_MODES, SCALES
+from lsfuse.train.optimizer_names import check_name
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """default; help; types allowed beyond the default's own; valid values; inclusive bounds of numbers."""
+    """default; help; types allowed beyond the default's own; valid values; inclusive bounds of numbers; a function
+    (name of the field, value) that raises ValueError for what these do not tell."""
 
     default: Any
     help: str
@@ -25,6 +27,7 @@ class Field:
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
+    check: Callable[[str, Any], None] | None = None
 
     @property
     def allowed(self) -> tuple[type, ...]:
@@ -37,14 +40,17 @@ OBJECTIVE_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "gspo_token", "cispo", "re
 
 def _optimizer(learning_rate: float) -> dict[str, Field]:
     return {
-        "name": Field("adamw", "which optimizer", choices=("adamw", "adam", "lion", "adafactor", "sgd")),
+        "name": Field(
+            "adamw", "an optimizer of optax (adamw, lion, muon, …), or package.module:function", check=check_name
+        ),
         "learning_rate": Field(learning_rate, "peak learning rate", minimum=0),
         "schedule": Field("constant", "after the warmup", choices=("constant", "linear", "cosine")),
         "warmup_steps": Field(0, "steps over which the learning rate rises from 0", minimum=0),
-        "b1": Field(0.9, "decay of the first moment (adam, lion); momentum of sgd", minimum=0, maximum=1),
-        "b2": Field(0.95, "decay of the second moment (adam); of lion's momentum", minimum=0, maximum=1),
-        "eps": Field(1e-8, "Adam's epsilon", minimum=0),
-        "weight_decay": Field(0.0, "adamw, lion, adafactor; norms and biases are left out", minimum=0),
+        # The optimizer gets those of these four that it has; None leaves it its own default.
+        "b1": Field(0.9, "decay of the first moment (adam, lion); momentum of sgd", (_NONE,), minimum=0, maximum=1),
+        "b2": Field(0.95, "decay of the second moment (adam); of lion's momentum", (_NONE,), minimum=0, maximum=1),
+        "eps": Field(1e-8, "Adam's epsilon", (_NONE,), minimum=0),
+        "weight_decay": Field(0.0, "decoupled (adamw, lion, …); norms and biases are left out", (_NONE,), minimum=0),
         "clip_norm": Field(1.0, "largest global gradient norm; None does not clip", (_NONE,), minimum=0),
         "trainable": Field(
             None, "regular expression found in the paths (runs/0/q_proj) of what is trained; None: all", (str,)

@@ -34,10 +34,12 @@ def make_update(
     """
     grad_fn = (replay.dense_value_and_grad if dense else replay.value_and_grad)(objective, model, **options)
 
+    step = optax.with_extra_args_support(optimizer).update
+
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def update(params: Params, opt_state: Any, batch: replay.Batch) -> tuple[Params, Any, dict[str, Array]]:
         (loss, metrics), grads = grad_fn(params, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+        updates, opt_state = step(grads, opt_state, params, value=loss)  # the loss, for those that read it (momo)
         new = optax.apply_updates(params, updates)
         norms = {"grad_norm": grads, "update_norm": updates, "param_norm": new}
         return new, opt_state, {"loss": loss, **{k: _norm(v) for k, v in norms.items()}, **metrics}

@@ -4,6 +4,7 @@ config.json      the resolved config          run.json       versions, devices, 
 metrics.jsonl    one line a step or evaluation samples.jsonl  logged responses
 checkpoints/     the last few                 start/         parameters RL started from, where they are needed
 model/           the trained model            summary.json, summary.txt, plots.png
+tensorboard/     events, if asked for         profile/       a trace, if asked for
 """
 
 import contextlib

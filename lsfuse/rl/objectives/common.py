@@ -9,7 +9,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from lsfuse.checks import check_same_shape
 from lsfuse.replay.batch import Batch
+from lsfuse.replay.check import check_shapes
 from lsfuse.replay.objective import masked_mean
 from lsfuse.types import Array
 
@@ -30,6 +32,7 @@ def token_weights(batch: Batch, loss_agg_mode: str) -> Array:
     are 0 if nothing carries loss.
     """
     check_choice("loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES)
+    check_shapes(batch, "token_weights")
     dtype = jnp.result_type(float)
     mask = batch.loss_mask.astype(dtype)
     if loss_agg_mode == "token-mean":
@@ -96,6 +99,8 @@ def log_ratio(per_token_logps: Array, old_per_token_logps: Array | None, mask: A
     Without old log-probs the policy is the old policy: the ratio is exactly 1 and its gradient is ∇ log π, as in TRL
     and Tunix.
     """
+    given = {"per_token_logps": per_token_logps, "old_per_token_logps": old_per_token_logps, "mask": mask}
+    check_same_shape("log_ratio", {k: v for k, v in given.items() if v is not None})
     logps = jnp.where(mask, per_token_logps, 0.0)
     if old_per_token_logps is None:
         return logps - jax.lax.stop_gradient(logps)
@@ -117,6 +122,8 @@ def kl_estimate(per_token_logps: Array, ref_per_token_logps: Array, mask: Array,
     "k3": π_ref/π - 1 - log(π_ref/π), never negative (DeepSeekMath eq. 4); the one TRL uses.
     """
     check_choice("kl", kind, KL_KINDS)
+    given = {"per_token_logps": per_token_logps, "ref_per_token_logps": ref_per_token_logps, "mask": mask}
+    check_same_shape("kl_estimate", given)
     logps = jnp.where(mask, per_token_logps, 0.0)
     delta = jnp.where(mask, ref_per_token_logps, 0.0).astype(logps.dtype) - logps
     if kind == "k1":
