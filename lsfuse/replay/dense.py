@@ -102,8 +102,8 @@ def dense_value_and_grad(
     """`replay.value_and_grad` without sharing: same signature and result, every row run from its first token.
 
     branch_batch rows run at a time (1 by default). chunk_size, prefix_activations, memory_budget, prefix and
-    response_buckets have nothing to act on. Costs 3·G·(P + R) forward tokens a group (4 with remat_policy="nothing_saveable"), plus G·(P + R) for
-    objectives that are not declared per branch.
+    response_buckets have nothing to act on. Costs 3·G·(P + R) forward tokens a group (4 with
+    remat_policy="nothing_saveable"), plus G·(P + R) for objectives that are not declared per branch.
 
     Raises: ValueError for prefix_grad other than "exact".
     """

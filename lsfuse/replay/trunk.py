@@ -1,9 +1,9 @@
 """The first part of the answer that all branches of a group share, run once between the prompt and the tails.
 
 With prefix="longest_common" the c tokens that all responses of a group begin with are a *trunk*: a branch of its own,
-whose inputs are the last prompt token and the first c - 1 of them, and whose labels are the c tokens. Its K/V follow the
-prompt's in the state, and tails begin after it. The trunk carries gradient in every mode, with the cotangents of its
-log-probs summed over the branches, and recomputes its activations for the backward, as a prefix chunk does.
+whose inputs are the last prompt token and the first c - 1 of them, and whose labels are the c tokens. Its K/V follow
+the prompt's in the state, and tails begin after it. The trunk carries gradient in every mode, with the cotangents of
+its log-probs summed over the branches, and recomputes its activations for the backward, as a prefix chunk does.
 """
 
 import jax.numpy as jnp
