@@ -192,9 +192,9 @@ class Engine:
                 mine = first_tokens(own, rows)
                 logps, entropies, saved = self._tails(mine, context, self.options.remat_policy)
                 if cotangents is None:
-                    whole = (self._padded(logps), self._padded(entropies))
-                    whole = whole if trunk is None else trunk.join(part, *whole)
-                    value, more, pulled = self._objective_vjp(*whole, part)
+                    whole = self._padded(logps), self._padded(entropies)
+                    logps, entropies = whole if trunk is None else trunk.join(part, *whole)
+                    value, more, pulled = self._objective_vjp(logps, entropies, part)
                     loss, metrics = loss + value, _add_metrics(metrics, more)
                 else:
                     pulled = tuple(lax.dynamic_slice_in_dim(c, i * size, size, 1) for c in cotangents)
@@ -224,9 +224,9 @@ class Engine:
         options = self.options
 
         def run(rows, carry):
-            cut = tuple(d[..., :rows] for d in dtrunk)
-            args = (first_tokens(trunk.node, rows), context, options.temperature, options.remat_policy, cut)
-            return trunk_backward(self.params, self.model, *args, *carry, down_at)
+            node, (dlogps, dentropies) = first_tokens(trunk.node, rows), (d[..., :rows] for d in dtrunk)
+            how = (options.temperature, options.remat_policy)
+            return trunk_backward(self.params, self.model, node, context, *how, dlogps, dentropies, *carry, down_at)
 
         def once(_, carry):
             return self._at_size(trunk.node, run, carry)

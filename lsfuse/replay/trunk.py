@@ -19,8 +19,7 @@ from lsfuse.replay.tails import head_logps, tail_inputs, tails_backward, tails_f
 from lsfuse.types import Array, Params
 
 
-@struct.dataclass
-class Trunk:
+class Trunk(struct.PyTreeNode):
     """count: int32 scalar, c. node: the trunk as a branch [1, 1, ...]. tails: the group [1, G, ...] without it: the
     prompt is longer by c, the responses shorter. logps, entropies: of the trunk's tokens, [1, 1, R]."""
 
@@ -34,8 +33,8 @@ class Trunk:
         """[1, g, R] of whole responses from those of their tails."""
         shared = jnp.arange(logps.shape[2]) < self.count
         pairs = ((self.logps, logps), (self.entropies, entropies))
-        joined = (jnp.where(shared, own, _later(tails, self.count)) for own, tails in pairs)
-        return tuple(jnp.where(part.token_mask, x, 0) for x in joined)
+        logps, entropies = (jnp.where(shared, own, _later(tails, self.count)) for own, tails in pairs)
+        return jnp.where(part.token_mask, logps, 0), jnp.where(part.token_mask, entropies, 0)
 
     def divide(self, part: Batch, cotangent: Array) -> tuple[Array, Array]:
         """Transpose of `join`: the trunk's cotangent [1, 1, R], summed over branches, and the tails' [1, g, R]."""
@@ -108,12 +107,13 @@ def trunk_backward(
     context: Context,
     temperature: float,
     policy: str,
-    cotangents: tuple[Array, Array],
+    dlogps: Array,
+    dentropies: Array,
     grads: Params,
     dstate: PrefixState | None,
     down_at: Array,
 ) -> tuple[Params, PrefixState | None]:
-    """Backward of the trunk: from its log-probs, [1, 1, R] each, and from what the tails left for its keys and values.
+    """Backward of the trunk: from its log-probs and entropies, [1, 1, R], and from what the tails left for its keys and values.
 
     context: the prompt's state, whose next positions hold the trunk's own keys and values. down_at: where in `dstate`
     their cotangents stand; they are zeroed, for the prompt's last chunk reads beyond its own end.
@@ -121,9 +121,9 @@ def trunk_backward(
     at, size = context.length, node.completion_ids.shape[2]
     dkv = None if dstate is None else read_positions(dstate, down_at, size)
     _, _, saved = tails_forward(params, config, node, context, temperature, policy, own_at=at)
-    grads, dstate = tails_backward(
-        params, config, node, context, temperature, saved, *cotangents, grads, dstate, own_at=at, dkv=dkv
-    )
+    assert saved is not None  # there is a policy
+    args = (params, config, node, context, temperature, saved, dlogps, dentropies, grads, dstate)
+    grads, dstate = tails_backward(*args, own_at=at, dkv=dkv)
     if dstate is not None:
         dstate = _cleared(dstate, down_at, size)
     return grads, dstate

@@ -80,8 +80,14 @@ def per_token_logps(
     float32 (float64 if the parameters are); zero where there is no token. Costs P + G·R forward tokens a group.
     Options as of `value_and_grad`.
     """
-    more = {"temperature": temperature, "prefix": prefix, "response_buckets": response_buckets}
-    options = Options("stop", chunk_size, branch_batch, **more)
+    options = Options(
+        "stop",
+        chunk_size,
+        branch_batch,
+        temperature=temperature,
+        prefix=prefix,
+        response_buckets=response_buckets,
+    )
 
     def f(params: Params, batch: Batch):
         check_params(model, params)
