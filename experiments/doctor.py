@@ -15,6 +15,8 @@ import sys
 _EXTRAS = {
     "test": "the suite",
     "hf": "checkpoints named by a hub id",
+    "data": "data sets built with tensorflow-datasets",
+    "reasoning": "problems of reasoning-gym",
     "notebook": "notebooks",
     "tpu": "TPUs, and compiling for them ahead of time",
     "cuda": "NVIDIA GPUs",

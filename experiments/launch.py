@@ -76,7 +76,7 @@ def is_users(error: Exception) -> bool:
     """Whether a check of this repository, or the machine, says so: the innermost frame is not a library's."""
     last = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
     return isinstance(error, OSError) or (
-        isinstance(error, ValueError | ArithmeticError) and last.is_relative_to(_ROOT)
+        isinstance(error, ValueError | ArithmeticError | ImportError) and last.is_relative_to(_ROOT)
     )
 
 
