@@ -16,6 +16,8 @@ _EXTRAS = {
     "test": "the suite",
     "hf": "checkpoints named by a hub id",
     "tensorboard": "event files for TensorBoard",
+    "data": "data sets built with tensorflow-datasets",
+    "reasoning": "problems of reasoning-gym",
     "notebook": "notebooks",
     "tpu": "TPUs, and compiling for them ahead of time",
     "cuda": "NVIDIA GPUs",

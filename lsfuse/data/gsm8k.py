@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lsfuse.data.datasets import Source
 from lsfuse.data.jsonl import read_jsonl
 from lsfuse.data.task import Tokenizer, check_index, check_split
 from lsfuse.rl.rewards import Reward, extract_number, graded_numeric_reward, numeric_reward
@@ -19,7 +20,7 @@ class Gsm8kTask:
     """Problems with fields "question" and "answer" ("reasoning\\n#### number"), one JSON object a line.
 
     Args:
-        train_path, eval_path: the two files.
+        train_path, eval_path: the two files, or splits of the data set that was built of them.
         tokenizer: of the model; with `prompt_style="chat"` it needs `apply_chat_template`.
         num_shots: solved problems before the question, from the train file, the same for all prompts (8 are about 1,000
             tokens). They are left out of the training problems.
@@ -37,8 +38,8 @@ class Gsm8kTask:
 
     def __init__(
         self,
-        train_path: str | pathlib.Path,
-        eval_path: str | pathlib.Path,
+        train_path: str | pathlib.Path | Source,
+        eval_path: str | pathlib.Path | Source,
         tokenizer: Tokenizer,
         num_shots: int = 8,
         *,
@@ -140,16 +141,23 @@ class Gsm8kTask:
         return kept
 
 
-def _read(path: str | pathlib.Path) -> list[dict[str, str]]:
-    problems = []
-    for where, row in read_jsonl(path):
-        for field in ("question", "answer"):
-            if not isinstance(row.get(field), str) or not row[field].strip():
-                raise ValueError(f"{where}: field {field!r} must be a text that is not empty, got {row.get(field)!r}")
-        answer = re.sub(r"<<[^<>]*>>", "", row["answer"]).strip()  # calculator annotations
-        if "####" not in answer or extract_number(answer) is None:
-            raise ValueError(f"{where}: field 'answer' must end in '#### number', got {answer[-40:]!r}")
-        problems.append({"question": row["question"].strip(), "answer": answer, "where": where})
+def check_problem(where: str, row: Mapping[str, Any]) -> dict[str, str]:
+    """A line's question, its answer without calculator annotations, and `where`.
+
+    Raises: ValueError, starting with `where`, for a field that is missing or not right.
+    """
+    for field in ("question", "answer"):
+        if not isinstance(row.get(field), str) or not row[field].strip():
+            raise ValueError(f"{where}: field {field!r} must be a text that is not empty, got {row.get(field)!r}")
+    answer = re.sub(r"<<[^<>]*>>", "", row["answer"]).strip()  # calculator annotations
+    if "####" not in answer or extract_number(answer) is None:
+        raise ValueError(f"{where}: field 'answer' must end in '#### number', got {answer[-40:]!r}")
+    return {"question": row["question"].strip(), "answer": answer, "where": where}
+
+
+def _read(given: str | pathlib.Path | Source) -> list[dict[str, str]]:
+    rows = given.rows() if isinstance(given, Source) else read_jsonl(given)
+    problems = [check_problem(where, row) for where, row in rows]
     if not problems:
-        raise ValueError(f"{path} holds no problems")
+        raise ValueError(f"{given} holds no problems")
     return problems

@@ -1,5 +1,7 @@
 """The order in which examples are read: a pure function of (seed, position), so that a resume needs one integer."""
 
+import functools
+
 import numpy as np
 
 
@@ -26,5 +28,10 @@ def indices(size: int | None, seed: int, position: int, count: int) -> np.ndarra
     if size < 1:
         raise ValueError(f"a data set needs at least one example to draw from, got size {size}")
     epochs, offsets = np.divmod(positions, size)
-    orders = {e: counter_rng(seed, int(e), 0).permutation(size) for e in np.unique(epochs)}
-    return np.array([orders[e][o] for e, o in zip(epochs, offsets, strict=True)], np.int64)
+    return np.array([_epoch(size, seed, int(e))[o] for e, o in zip(epochs, offsets, strict=True)], np.int64)
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch(size: int, seed: int, epoch: int) -> np.ndarray:
+    """An epoch's order, kept because a pipeline asks for one position at a time."""
+    return counter_rng(seed, epoch, 0).permutation(size)

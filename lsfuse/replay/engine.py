@@ -226,7 +226,8 @@ class Engine:
         def run(rows, carry):
             node, (dlogps, dentropies) = first_tokens(trunk.node, rows), (d[..., :rows] for d in dtrunk)
             how = (options.temperature, options.remat_policy)
-            return trunk_backward(self.params, self.model, node, context, *how, dlogps, dentropies, *carry, down_at)
+            args = (self.params, self.model, node, context, *how, dlogps, dentropies, *carry, down_at)
+            return trunk_backward(*args)
 
         def once(_, carry):
             return self._at_size(trunk.node, run, carry)

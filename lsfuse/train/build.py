@@ -32,8 +32,20 @@ def make_task(config: ConfigDict, tokenizer: Any | None) -> Any:
     name, fields = config.task.name, config.task[config.task.name]
     if name == "retrieval":
         return data.RetrievalTask(**fields, seed=config.seed)
+    if name == "dataset":
+        return _dataset(config, tokenizer)
     if tokenizer is None:
         raise ValueError(f'task "{name}" needs a tokenizer: set config.model.path to a checkpoint')
+    if name == "reasoning_gym":
+        if fields.dataset is None:
+            raise ValueError("config.task.reasoning_gym.dataset is not set; give a name such as chain_sum")
+        try:
+            given = {**fields, "options": dict(fields.options)}
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"config.task.reasoning_gym.options must be ((name, value), …), got {fields.options!r}"
+            ) from None
+        return data.ReasoningGymTask(**given, tokenizer=tokenizer, seed=config.seed)
     for field in [f for f in fields if f.endswith("path")]:
         if fields[field] is None:
             raise ValueError(f"config.task.{name}.{field} is not set; give the path of a jsonl file")
@@ -47,6 +59,20 @@ def make_task(config: ConfigDict, tokenizer: Any | None) -> Any:
         append_stop=fields.append_stop,
         max_prompt=config.rl.max_prompt,
         max_response=config.rl.max_response,
+    )
+
+
+def _dataset(config: ConfigDict, tokenizer: Any | None) -> Any:
+    fields, gsm8k = config.task.dataset, config.task.gsm8k
+    if fields.name is None:
+        raise ValueError("config.task.dataset.name is not set; give gsm8k, retrieval, prompts/NAME or groups/NAME")
+    return data.open_dataset(
+        **fields,
+        tokenizer=tokenizer,
+        max_prompt=config.rl.max_prompt,
+        max_response=config.rl.max_response,
+        append_stop=config.task.groups.append_stop,
+        **{k: v for k, v in gsm8k.items() if not k.endswith("path")},
     )
 
 

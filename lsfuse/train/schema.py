@@ -10,6 +10,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
+from lsfuse.data import REWARDS
 from lsfuse.model import REMAT_POLICIES
 from lsfuse.replay import PREFIXES
 from lsfuse.rl import BASELINES, DPO_LOSS_TYPES, IMPORTANCE_LEVELS, KL_KINDS, LOSS_AGG_MODES, SCALES
@@ -35,6 +36,7 @@ class Field:
 
 
 _NONE = type(None)
+TASKS = ("retrieval", "gsm8k", "groups", "dataset", "reasoning_gym")
 OBJECTIVE_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "gspo_token", "cispo", "reinforce", "rloo", "dpo", "nll")
 
 
@@ -78,7 +80,7 @@ SCHEMA: dict[str, Any] = {
         "tie_word_embeddings": Field(True, "whether the head is the embedding's transpose"),
     },
     "task": {
-        "name": Field("retrieval", "where prompts and rewards come from", choices=("retrieval", "gsm8k", "groups")),
+        "name": Field("retrieval", "where prompts and rewards come from", choices=TASKS),
         "retrieval": {
             "prompt_length": Field(512, "tokens of a prompt", minimum=1),
             "min_prompt_length": Field(None, "shortest prompt; None: all have prompt_length", (int,), minimum=1),
@@ -100,6 +102,24 @@ SCHEMA: dict[str, Any] = {
         "groups": {
             "path": Field(None, "jsonl of groups sampled elsewhere: prompt, responses, rewards, …", (str,)),
             "append_stop": Field(False, "whether responses given as text end with the stop token"),
+        },
+        # What experiments.build_dataset built. Fields of gsm8k and groups above, but for the paths, count here too.
+        "dataset": {
+            "name": Field(None, "gsm8k, retrieval, prompts/NAME or groups/NAME", (str,)),
+            "data_dir": Field(None, "where it was built; None: $TFDS_DATA_DIR, else ~/tensorflow_datasets", (str,)),
+            "train_split": Field("train", "as tensorflow-datasets writes it: train, train[:90%]"),
+            "eval_split": Field(None, "held-out split; None: eval, test or validation, whichever there is", (str,)),
+            "reward": Field(
+                "auto",
+                "of prompts and retrieval; auto: exact_match, and token_match for retrieval",
+                choices=("auto", *REWARDS),
+            ),
+        },
+        "reasoning_gym": {
+            "dataset": Field(None, "a name of reasoning-gym's, such as chain_sum", (str,)),
+            "train_size": Field(1000, "problems to train on", minimum=1),
+            "eval_size": Field(100, "held-out problems", minimum=1),
+            "options": Field((), "settings of the generator: ((name, value), …)"),
         },
     },
     "rl": {
