@@ -17,10 +17,12 @@ from lsfuse.fusion.analysis import (
 )
 from lsfuse.fusion.evaluate import evaluate
 from lsfuse.fusion.fuse import fuse_ffn, reverse, wide_ffn
+from lsfuse.fusion.parallel import parallel_blocks, parallel_parts
 from lsfuse.fusion.planner import Choice, Infeasible, apply_plan, attention_free_runs, fusion_spans, solve
 from lsfuse.fusion.surgery import (
     chain,
     cut,
+    linear_attention,
     prune_ffn,
     reduce_kv_heads,
     remove_attention,
@@ -49,6 +51,9 @@ __all__ = [
     "from_lists",
     "fuse_ffn",
     "fusion_spans",
+    "linear_attention",
+    "parallel_blocks",
+    "parallel_parts",
     "prune_ffn",
     "reduce_kv_heads",
     "remove_attention",

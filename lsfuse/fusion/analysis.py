@@ -15,13 +15,15 @@ import numpy as np
 import tqdm
 
 from lsfuse.fusion.forward import embed_texts, kl_divergence, over_chunks, run_from
+from lsfuse.fusion.parallel import check_no_group_cut
 from lsfuse.fusion.surgery import cut, remove_attention, remove_ffn
 from lsfuse.fusion.texts import Texts
-from lsfuse.fusion.tree import Transform, check_spans
+from lsfuse.fusion.tree import Transform, check_spans, widened
 from lsfuse.model.blocks import at_block, block_forward
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.layers import ffn_activation, ffn_boundaries
 from lsfuse.model.params import unstack_blocks
+from lsfuse.model.stream import start_stream, through_block
 from lsfuse.model.transformer import block_params, make_tokens
 from lsfuse.types import Array, Params
 
@@ -77,6 +79,8 @@ def dependency(
     rows = sorted(range(count) if blocks is None else {int(b) for b in blocks})
     if rows and not 0 <= rows[0] <= rows[-1] < count:
         raise ValueError(f"dependency: blocks {rows} are out of range; the model has blocks 0 to {count - 1}")
+    for i in rows:
+        check_no_group_cut("dependency", config, i, i)
     found: dict[tuple[int, int], list[np.ndarray]] = {(i, j): [] for i in rows for j in range(i + 1, count)}
     statistics: list[np.ndarray] = []
     passes = -(-len(texts) // batch_size) * len(rows)
@@ -109,7 +113,7 @@ def _outputs(config: ModelConfig, params: Params, ids: Array, lengths: Array) ->
 def _statistics(outputs: Array) -> Array:
     """[3 · L, tokens]: ‖h‖ / ‖X‖, 1 - cos(X_in, X_out), distance of consecutive contributions (0 for the last)."""
     before, after = outputs[:-1], outputs[1:]
-    h = after - before
+    h = _contribution(before, after)
     norm = lambda x: jnp.linalg.norm(x.astype(jnp.float32), axis=-1)  # noqa: E731
     relative = norm(h) / jnp.maximum(norm(before), 1e-30)
     consecutive = jnp.pad(cosine_distance(h[:-1], h[1:]), ((0, 1), (0, 0), (0, 0)))
@@ -126,8 +130,13 @@ def _distances(config: ModelConfig, params: Params, outputs: Array, lengths: Arr
     before = jnp.concatenate([x[None], changed[:-1]])
     later = jnp.arange(config.num_blocks) == i + 1
     before = jnp.where(later[:, None, None, None], x[None], before)
-    distance = cosine_distance(outputs[1:] - outputs[:-1], changed - before)
+    distance = cosine_distance(_contribution(outputs[:-1], outputs[1:]), _contribution(before, changed))
     return distance.reshape(config.num_blocks, -1)
+
+
+def _contribution(before: Array, after: Array) -> Array:
+    """f(X) - X in float32 or wider, whatever dtype the residual stream has."""
+    return widened(after) - widened(before)
 
 
 def _at(x: Array, i: Array) -> Array:
@@ -153,6 +162,7 @@ def replacement_scores(
     spans = [(first, last) for first, last, _ in replacements]
     for span in spans:
         check_spans("replacement_scores", [span], config)
+        check_no_group_cut("replacement_scores", config, *span)
     parts = [
         (None, {}) if transform is None else _anonymous(*transform(*cut(config, params, first, last)))
         for first, last, transform in replacements
@@ -186,7 +196,7 @@ def removal_scores(
     """
     if part not in PARTS:
         raise ValueError(f"removal_scores: part {part!r} is unknown; valid: {', '.join(PARTS)}")
-    has = {"attention": lambda b: b.has_attention, "ffn": lambda b: b.has_ffn, "block": lambda b: True}[part]
+    has = {"attention": lambda b: b.has_mixer, "ffn": lambda b: b.has_ffn, "block": lambda b: True}[part]
     remove = {"attention": remove_attention([0]), "ffn": remove_ffn([0]), "block": None}[part]
     having = [i for i, b in enumerate(config.blocks) if has(b)]
     scores = np.full(config.num_blocks, np.nan)
@@ -241,18 +251,21 @@ def _activation_sums(config: ModelConfig, params: Params, ids: Array, lengths: A
     """Σ |activation| over tokens, [blocks of a run, F] a run ([blocks, 0] without FFN)."""
     tokens = make_tokens(config, 0, ids.shape[1], lengths, params["embed_tokens"].dtype)
     valid = (jnp.arange(ids.shape[1]) < lengths[:, None])[..., None]
-    x, sums = embed_texts(params, config, ids, lengths), []
+    stream, sums = start_stream(config, embed_texts(params, config, ids, lengths)), []
     for r, (block, count) in enumerate(config.runs):
 
-        def body(x, layer, r=r, block=block):
+        def body(stream, layer, r=r, block=block):
             here = at_block(config, r, layer, tokens)
-            x, saved = block_forward(config, block, block_params(params, str(r), layer), x, here, None)
-            if not block.has_ffn:
-                return x, jnp.zeros(0)
-            active = ffn_activation(config, *(saved[name] for name in ffn_boundaries(block)))
-            active = jnp.abs(active.astype(jnp.promote_types(active.dtype, jnp.float32)))
-            return x, jnp.sum(jnp.where(valid, active, 0.0), (0, 1))
 
-        x, found = jax.lax.scan(body, x, jnp.arange(count))
+            def one(x):
+                x, saved = block_forward(config, block, block_params(params, str(r), layer), x, here, None)
+                if not block.has_ffn:
+                    return x, jnp.zeros(0)
+                active = widened(ffn_activation(config, *(saved[name] for name in ffn_boundaries(block))))
+                return x, jnp.sum(jnp.where(valid, jnp.abs(active), 0.0), (0, 1))
+
+            return through_block(config, r, layer, stream, one)
+
+        stream, found = jax.lax.scan(body, stream, jnp.arange(count))
         sums.append(found)
     return sums

@@ -95,7 +95,7 @@ def reverse(spans: Iterable[tuple[int, int]]) -> Transform:
                 theirs = config.blocks[first + last - i]
                 blocks[i] = dataclasses.replace(blocks[i], ffn_width=theirs.ffn_width, ffn=theirs.ffn)
                 origin[i] = sources[first + last - i]
-                if config.blocks[i].has_attention:  # which stays
+                if config.blocks[i].has_mixer:  # which stays
                     origin[i] = tuple(dict.fromkeys((*sources[i], *origin[i])))
         note = ", ".join(f"{a}-{b}" for a, b in ordered)
         return rebuild(config, params, blocks, leaves, origin, f"reverse({note})")
@@ -108,12 +108,12 @@ def _check_members(name: str, config: ModelConfig, first: int, last: int) -> Non
         block = config.blocks[i]
         if not block.has_ffn:
             raise ValueError(f"{name}: span {first}-{last}: block {i} has no FFN")
-        if i > first and block.has_attention:
+        if i > first and block.has_mixer:
             raise ValueError(
                 f"{name}: span {first}-{last}: block {i} has attention, which only the first member may keep; remove it"
                 " with remove_attention"
             )
-        if i == first and last > first and block.has_attention and block.parallel:
+        if i == first and last > first and block.has_mixer and block.parallel:
             raise ValueError(
                 f"{name}: span {first}-{last}: attention and FFN of block {i} run in parallel, so that its FFN and the"
                 " others' read different inputs"

@@ -24,6 +24,7 @@ _ACT = {
 KEYS_VALUES = ("input_layernorm", "k_proj", "v_proj", "k_proj_bias", "v_proj_bias", "k_norm")
 ATTENTION_IN = (*KEYS_VALUES, "q_proj", "q_proj_bias", "q_norm")
 ATTENTION_OUT = ("o_proj", "o_proj_bias")
+LINEAR_MAP = ("input_layernorm", "linear_attn", "linear_attn_bias")
 FFN_IN = ("gate_proj", "up_proj", "gate_proj_bias", "up_proj_bias", "fc_in", "fc_in_bias")
 FFN_OUT = ("down_proj", "down_proj_bias", "fc_out", "fc_out_bias")
 # The norms that `post_norms` adds after attention and FFN.
@@ -110,6 +111,11 @@ def attention_in(config: ModelConfig, p: dict, x: Array, rope) -> tuple[Array, A
 def attention_out(p: dict, o: Array) -> Array:
     """Attention's contribution [B, T, D] from o [K, B, T, g, H]."""
     return linear(jnp.moveaxis(o, 0, 2).reshape(*o.shape[1:3], -1), p, "o_proj")
+
+
+def linear_map(config: ModelConfig, p: dict, x: Array) -> Array:
+    """Contribution [B, T, D] of what stands in for attention, from the residual stream x [B, T, D]."""
+    return linear(rms_norm(config, x, p["input_layernorm"]), p, "linear_attn")
 
 
 def ffn_boundaries(block: BlockConfig) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ def init_params(config: ModelConfig, key: Array, dtype=jnp.float32) -> Params:
         std = shape[-2] ** -0.5
         if name == "embed_tokens":
             std = config.hidden_size**-0.5 if config.tie_word_embeddings else 0.02
-        if name in ("o_proj", "down_proj", "fc_out"):
+        if name in ("o_proj", "linear_attn", "down_proj", "fc_out"):
             std /= math.sqrt(2 * config.num_blocks)
         return (std * jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32)).astype(dtype)
 
