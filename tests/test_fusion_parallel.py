@@ -19,8 +19,8 @@ FULL, FFN = BlockConfig("full", 2, 24), BlockConfig("none", 1, 8)
 BIASED = tiny(blocks=(FULL, dataclasses.replace(FULL, parallel=True), FFN, FFN), qkv_bias=True, o_bias=True)
 IDS = np.random.default_rng(1).integers(0, 23, (2, 9))
 
-# Every place: a map first and last, a map beside attention, attention beside a map. The last block with keys and values,
-# of which alone the prefix needs nothing else, stands beside the one before it; run 1 has blocks beside and not.
+# Every place: a map first and last, a map beside attention, attention beside a map. The last block with keys and
+# values, of which the prefix needs nothing else, stands beside the one before it; run 1 has blocks beside and not.
 PLACED = tiny(
     blocks=(
         BlockConfig("linear_map", 1, 12),

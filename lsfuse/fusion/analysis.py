@@ -7,7 +7,8 @@ attention-free stretch the analysis is run on the model whose attention is remov
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import tqdm
 
 from lsfuse.fusion.forward import embed_texts, kl_divergence, over_chunks, run_from
 from lsfuse.fusion.parallel import check_no_group_cut
+from lsfuse.fusion.store import Rows
 from lsfuse.fusion.surgery import cut, remove_attention, remove_ffn
 from lsfuse.fusion.texts import Texts
 from lsfuse.fusion.tree import Transform, check_spans, widened
@@ -65,6 +67,7 @@ def dependency(
     blocks: Iterable[int] | None = None,
     batch_size: int = 1,
     progress: bool = False,
+    folder: str | os.PathLike | None = None,
 ) -> Dependency:
     """The dependency matrix, and what falls out of the same passes.
 
@@ -74,6 +77,9 @@ def dependency(
     Args:
         blocks: rows to compute, all by default; others stay 0.
         batch_size: texts at a time.
+        folder: where rows are kept as they are found; a call that was interrupted goes on from them.
+
+    Raises: ValueError for blocks out of range or in parallel, a folder of another model, other texts or batch size.
     """
     count = config.num_blocks
     rows = sorted(range(count) if blocks is None else {int(b) for b in blocks})
@@ -83,16 +89,26 @@ def dependency(
         check_no_group_cut("dependency", config, i, i)
     found: dict[tuple[int, int], list[np.ndarray]] = {(i, j): [] for i in rows for j in range(i + 1, count)}
     statistics: list[np.ndarray] = []
+    keep = None if folder is None else Rows(folder, config, params, texts, batch_size=batch_size)
     passes = -(-len(texts) // batch_size) * len(rows)
     with tqdm.tqdm(total=passes, desc="dependency", disable=None if progress else True, unit="pass") as bar:
-        for ids, lengths in texts.batches(batch_size):
+        for b, (ids, lengths) in enumerate(texts.batches(batch_size)):
             valid = (np.arange(ids.shape[1]) < lengths[:, None]).reshape(-1)
-            outputs = _outputs(config, params, jnp.asarray(ids), jnp.asarray(lengths))
-            statistics.append(np.asarray(_statistics(outputs))[:, valid])
+            whole = functools.partial(_outputs, config, params, jnp.asarray(ids), jnp.asarray(lengths))
+            outputs = functools.cache(whole)  # not run at all where every row is there
+
+            def statistic(outputs=outputs, valid=valid):
+                return np.asarray(_statistics(outputs()))[:, valid]
+
+            statistics.append(_kept(keep, f"dependency-{b}-statistics", statistic))
             for i in rows:
-                distances = np.asarray(_distances(config, params, outputs, jnp.asarray(lengths), jnp.int32(i)))
-                for j in range(i + 1, count):
-                    found[i, j].append(distances[j][valid])
+
+                def row(i=i, outputs=outputs, lengths=lengths, valid=valid):
+                    distances = _distances(config, params, outputs(), jnp.asarray(lengths), jnp.int32(i))
+                    return np.asarray(distances)[i + 1 :, valid]
+
+                for j, values in enumerate(_kept(keep, f"dependency-{b}-{i}", row), start=i + 1):
+                    found[i, j].append(values)
                 bar.update()
     mean, p95 = np.zeros((count, count)), np.zeros((count, count))
     for (i, j), parts in found.items():
@@ -100,6 +116,16 @@ def dependency(
         mean[i, j], p95[i, j] = values.mean(), np.quantile(values, 0.95)
     relative, influence, consecutive = np.concatenate(statistics, 1).astype(np.float64).mean(1).reshape(3, count)
     return Dependency(mean, p95, relative, influence, consecutive[:-1])
+
+
+def _kept(keep: Rows | None, name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
+    """Row `name` from its file, or computed and put there."""
+    found = None if keep is None else keep.get(name)
+    if found is None:
+        found = compute()
+        if keep is not None:
+            keep.put(name, found)
+    return found
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -151,11 +177,15 @@ def replacement_scores(
     batch_size: int = 1,
     progress: bool = False,
     name: str = "replacements",
+    folder: str | os.PathLike | None = None,
 ) -> np.ndarray:
     """KL(model ‖ model with one span replaced), nats a token, float64 [len(replacements)].
 
     replacements: (first, last, transform): what the transform makes of the blocks first … last, inclusive, taken as a
         model of their own (its block 0 is block `first`); None leaves them out.
+
+    folder: where each KL is kept as it is found, under `name` and its place in `replacements`; give replacements
+        that are not the same another name.
 
     Every pass restarts at the span's first block. Alike spans share a compiled program.
     """
@@ -168,16 +198,23 @@ def replacement_scores(
         for first, last, transform in replacements
     ]
     total, tokens = np.zeros(len(replacements)), 0
+    keep = None if folder is None else Rows(folder, config, params, texts, batch_size=batch_size)
+    label = name.replace(" ", "_")
     passes = -(-len(texts) // batch_size) * len(replacements)
     with tqdm.tqdm(total=passes, desc=name, disable=None if progress else True, unit="pass") as bar:
-        for ids, lengths in texts.batches(batch_size):
+        for b, (ids, lengths) in enumerate(texts.batches(batch_size)):
             valid = (np.arange(ids.shape[1]) < lengths[:, None]).reshape(-1)
-            outputs = _outputs(config, params, jnp.asarray(ids), jnp.asarray(lengths))
+            whole = functools.partial(_outputs, config, params, jnp.asarray(ids), jnp.asarray(lengths))
+            outputs = functools.cache(whole)  # not run at all where every row is there
             tokens += int(valid.sum())
             for n, ((first, last), (part, runs)) in enumerate(zip(spans, parts, strict=True)):
-                where = jnp.int32(first), jnp.int32(last + 1)
-                kl = _kl_replaced(config, part, params, runs, outputs, jnp.asarray(lengths), *where)
-                total[n] += np.asarray(kl, np.float64)[valid].sum()
+
+                def row(first=first, last=last, part=part, runs=runs, outputs=outputs, lengths=lengths, valid=valid):
+                    where = jnp.int32(first), jnp.int32(last + 1)
+                    kl = _kl_replaced(config, part, params, runs, outputs(), jnp.asarray(lengths), *where)
+                    return np.asarray(kl, np.float64)[valid].sum()
+
+                total[n] += _kept(keep, f"{label}-{b}-{n}-{first}-{last}", row)
                 bar.update()
     return total / tokens
 
@@ -189,10 +226,11 @@ def removal_scores(
     part: str = "attention",
     batch_size: int = 1,
     progress: bool = False,
+    folder: str | os.PathLike | None = None,
 ) -> np.ndarray:
     """KL(model ‖ model without one block's part), nats a token, float64 [L]; NaN for blocks that do not have it.
 
-    part: "attention", "ffn" or "block".
+    part: "attention", "ffn" or "block". folder: as `dependency`'s.
     """
     if part not in PARTS:
         raise ValueError(f"removal_scores: part {part!r} is unknown; valid: {', '.join(PARTS)}")
@@ -201,7 +239,8 @@ def removal_scores(
     having = [i for i, b in enumerate(config.blocks) if has(b)]
     scores = np.full(config.num_blocks, np.nan)
     replacements = [(i, i, remove) for i in having]
-    scores[having] = replacement_scores(config, params, texts, replacements, batch_size, progress, f"without {part}")
+    name = f"without {part}"
+    scores[having] = replacement_scores(config, params, texts, replacements, batch_size, progress, name, folder)
     return scores
 
 
