@@ -20,6 +20,7 @@ from lsfuse.fusion.evaluate import evaluate
 from lsfuse.fusion.fuse import fuse_ffn, reverse, wide_ffn
 from lsfuse.fusion.parallel import parallel_blocks, parallel_parts
 from lsfuse.fusion.planner import Choice, Infeasible, apply_plan, attention_free_runs, fusion_spans, solve
+from lsfuse.fusion.quantize import quantize
 from lsfuse.fusion.results import load_dependency, plot_dependency, save_dependency
 from lsfuse.fusion.store import fingerprint
 from lsfuse.fusion.surgery import (
@@ -63,6 +64,7 @@ __all__ = [
     "place",
     "plot_dependency",
     "prune_ffn",
+    "quantize",
     "reduce_kv_heads",
     "remove_attention",
     "remove_blocks",

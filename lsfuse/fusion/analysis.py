@@ -20,7 +20,7 @@ from lsfuse.fusion.parallel import check_no_group_cut
 from lsfuse.fusion.store import Rows
 from lsfuse.fusion.surgery import cut, remove_attention, remove_ffn
 from lsfuse.fusion.texts import Texts
-from lsfuse.fusion.tree import Transform, check_spans, widened
+from lsfuse.fusion.tree import Transform, check_floating, check_spans, widened
 from lsfuse.model.blocks import at_block, block_forward
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.layers import ffn_activation, ffn_boundaries
@@ -274,6 +274,9 @@ def ffn_importance(
         for total, new in zip(totals, (s for run in sums for s in run), strict=True):
             if total is not None:
                 total += np.asarray(new, np.float64)
+
+    for i, leaves in enumerate(unstack_blocks(config, params)):
+        check_floating("ffn_importance", i, leaves)
 
     def weighed(total: np.ndarray | None, leaves: dict[str, Array]) -> np.ndarray | None:
         if total is None:

@@ -90,7 +90,8 @@ def balance(sizes: Sequence[int], parts: int) -> list[int]:
     bisection over that largest sum, whole numbers throughout."""
 
     def fill(limit: int) -> list[int] | None:
-        ends, total = [], 0
+        ends: list[int] = []
+        total = 0
         for i, size in enumerate(sizes):
             left = parts - len(ends) - 1  # parts that must still get something
             if i and (total + size > limit or len(sizes) - i <= left) and len(ends) < parts - 1:

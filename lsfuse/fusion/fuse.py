@@ -5,7 +5,16 @@ from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 
-from lsfuse.fusion.tree import Leaves, Transform, block_sources, check_spans, ffn_names, rebuild, widened
+from lsfuse.fusion.tree import (
+    Leaves,
+    Transform,
+    block_sources,
+    check_floating,
+    check_spans,
+    ffn_names,
+    rebuild,
+    widened,
+)
 from lsfuse.model.config import BlockConfig, ModelConfig, ffn_norm
 from lsfuse.model.layers import FFN_IN
 from lsfuse.model.params import unstack_blocks
@@ -24,7 +33,7 @@ def fuse_ffn(spans: Iterable[tuple[int, int]], norm: str = "fold") -> Transform:
     attention, which runs before the sum.
 
     Raises: ValueError for spans that overlap, descend or run out of range, a member without FFN, one after the first
-    that has attention, a first member whose attention and FFN are parallel.
+    that has attention, a first member whose attention and FFN are parallel, quantised weights.
     """
     given = [(int(a), int(b)) for a, b in spans]
     if norm not in NORMS:
@@ -36,6 +45,9 @@ def fuse_ffn(spans: Iterable[tuple[int, int]], norm: str = "fold") -> Transform:
             _check_members("fuse_ffn", config, first, last)
             _check_fusable(config, first, last)
         parts, sources = unstack_blocks(config, params), block_sources(config)
+        for first, last in ordered:
+            for i in range(first, last + 1):
+                check_floating("fuse_ffn", i, parts[i])
         starts = dict(ordered)
         blocks: list[BlockConfig] = []
         leaves: list[Leaves] = []

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from lsfuse.fusion.parallel import check_no_group_cut
@@ -24,6 +25,7 @@ from lsfuse.fusion.tree import (
     block_indices,
     block_ranges,
     block_sources,
+    check_floating,
     check_range,
     check_spans,
     leaves_of,
@@ -77,13 +79,15 @@ def linear_attention(blocks: Iterable[int]) -> Transform:
     def change(config: ModelConfig, index: int, block: BlockConfig, leaves: Leaves) -> tuple[BlockConfig, Leaves]:
         if not block.has_attention:
             raise ValueError(f"linear_attention: block {index} has no attention")
+        check_floating("linear_attention", index, leaves)
         kv, head = block.num_kv_heads, config.head_dim
         out = widened(leaves["o_proj"]).reshape(kv, -1, head, config.hidden_size).sum(1).reshape(kv * head, -1)
         value = widened(leaves["v_proj"])
         new = {**leaves, "linear_attn": (value @ out).astype(leaves["v_proj"].dtype)}
         if config.qkv_bias or config.o_bias:
-            bias = widened(leaves["v_proj_bias"]) @ out if config.qkv_bias else 0.0
-            bias = bias + (widened(leaves["o_proj_bias"]) if config.o_bias else 0.0)
+            bias = widened(leaves["v_proj_bias"]) @ out if config.qkv_bias else jnp.zeros(out.shape[1], out.dtype)
+            if config.o_bias:
+                bias = bias + widened(leaves["o_proj_bias"])
             new["linear_attn_bias"] = bias.astype(leaves["v_proj"].dtype)
         block = _without_attention(block, "linear_map")
         return block, leaves_of(config, block, new)
@@ -157,6 +161,8 @@ def reduce_kv_heads(num_kv_heads: int, blocks: Iterable[int] | None = None) -> T
                     f"reduce_kv_heads: {num_kv_heads} does not divide block {index}'s {block.num_kv_heads} kv heads"
                 )
 
+            check_floating("reduce_kv_heads", index, leaves)
+
             def pool(leaf: Array) -> Array:
                 rest = leaf.shape[:-1]
                 heads = leaf.reshape(*rest, num_kv_heads, block.num_kv_heads // num_kv_heads, config.head_dim)
@@ -201,6 +207,7 @@ def prune_ffn(
             count = keep[index] if isinstance(keep, dict) else max(1, round(keep * width))
             if not 1 <= count <= width:
                 raise ValueError(f"prune_ffn: block {index} has {width} channels, {count} cannot be kept")
+            check_floating("prune_ffn", index, leaves)
             channels = np.sort(np.argsort(-np.asarray(scores, np.float64), kind="stable")[:count])
             new = {n: leaves[n][..., channels] for n in FFN_IN if n in leaves}
             new |= {n: leaves[n][channels] for n in ("down_proj", "fc_out") if n in leaves}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lsfuse.model.config import BlockConfig, ModelConfig, ffn_norm
+from lsfuse.model.params import is_quantized
 from lsfuse.model.rope import rotate
 from lsfuse.types import Array
 
@@ -58,8 +59,13 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 def linear(x: Array, params: dict, name: str) -> Array:
-    """x [..., in] → [..., out] by kernel `name` (in, out), and its bias where there is one."""
-    y = _matmul(x, params[name].astype(x.dtype))
+    """x [..., in] → [..., out] by kernel `name` (in, out), quantised or not, and its bias where there is one."""
+    kernel = params[name]
+    if is_quantized(kernel):
+        import qwix  # which takes a second, and is needed only here
+
+        kernel = qwix.dequantize(kernel)  # in float32 or wider, rounded once, below
+    y = _matmul(x, kernel.astype(x.dtype))
     bias = params.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(x.dtype)
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,18 @@ def check_params(config: ModelConfig, params: Params) -> None:
             raise ValueError(f"parameter {path} has shape {tuple(found[path].shape)}, the config says {shape}")
 
 
+def is_quantized(leaf: Any) -> bool:
+    """Whether a kernel is a `qwix.QArray`: int8 values and scales (`lsfuse.fusion.quantize`)."""
+    return hasattr(leaf, "qvalue")
+
+
+def check_trainable(params: Params) -> None:
+    """Raises ValueError if there are quantised kernels, through which no gradient goes."""
+    for path, leaf in traverse_util.flatten_dict(params, sep="/").items():
+        if is_quantized(leaf):
+            raise ValueError(f"parameter {path} is quantised; such a model can be run, but neither trained nor saved")
+
+
 def count_params(config: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in traverse_util.flatten_dict(param_shapes(config)).values())
 
@@ -59,7 +72,7 @@ def count_params(config: ModelConfig) -> int:
 def unstack_blocks(config: ModelConfig, params: Params) -> list[dict[str, Array]]:
     """One dict of leaves per block, in order."""
     return [
-        {name: leaf[i] for name, leaf in params["runs"][str(r)].items()}
+        {name: jax.tree.map(lambda x, i=i: x[i], leaf) for name, leaf in params["runs"][str(r)].items()}
         for r, (_, n) in enumerate(config.runs)
         for i in range(n)
     ]
@@ -75,7 +88,13 @@ def stack_blocks(config: ModelConfig, blocks: Sequence[dict[str, Array]]) -> dic
     start = 0
     for r, (_, n) in enumerate(config.runs):
         members = blocks[start : start + n]
-        runs[str(r)] = {name: jnp.stack([leaves[name] for leaves in members]) for name in members[0]}
+        for name in members[0]:
+            if len({is_quantized(leaves[name]) for leaves in members}) > 1:
+                raise ValueError(f"blocks {start} to {start + n - 1}: {name} is quantised in some of them only")
+        runs[str(r)] = {
+            name: jax.tree.map(lambda *parts: jnp.stack(parts), *(leaves[name] for leaves in members))
+            for name in members[0]
+        }
         start += n
     return runs
 

@@ -76,7 +76,7 @@ def embed_backward(grads: Params, config: ModelConfig, ids: Array, valid: Array,
 
 def block_params(params: Params, run: str, layer: Array | int) -> dict[str, Array]:
     """One block's leaves out of its run."""
-    return {k: lax.dynamic_index_in_dim(v, layer, 0, keepdims=False) for k, v in params["runs"][run].items()}
+    return jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, layer, 0, keepdims=False), dict(params["runs"][run]))
 
 
 def add_block_grads(grads: dict[str, Array], layer: Array | int, dp: dict[str, Array]) -> dict[str, Array]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lsfuse.model.config import ModelConfig
-from lsfuse.model.params import check_params
+from lsfuse.model.params import check_params, check_trainable
 from lsfuse.model.state import PrefixState, init_state
 from lsfuse.model.transformer import Context
 from lsfuse.replay.batch import Batch
@@ -58,6 +58,7 @@ def grad_function(objective: Objective, model: ModelConfig, options: Options, br
 
     def f(params: Params, batch: Batch):
         check_params(model, params)
+        check_trainable(params)
         if objective.prepare is not None:
             batch = objective.prepare(batch)
         batch = batch.replace(completion_mask=batch.loss_mask)
