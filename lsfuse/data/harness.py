@@ -163,9 +163,10 @@ def harness_model(
         raise ImportError("tasks of lm-eval need the extra: pip install 'lsfuse[eval]'") from None
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {config.vocab_size}")
-    first = next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), None)
-    if first is None:
+    ends = [int(i) for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None]
+    if not ends:
         raise ValueError("the tokenizer has neither a first nor an end token, which an empty context is made of")
+    first = ends[0]
     special = config.family.startswith("gemma") if add_bos is None else add_bos
     room = min(max_length or config.max_position_embeddings, config.max_position_embeddings)
     stop_ids = tuple(tokenizer.stop_ids)
