@@ -47,7 +47,8 @@ def split_blocks(config: ModelConfig, params: Grads) -> list[dict[str, Any]]:
     run, inside = -1, 0
     previous = None
     for block in config.blocks:
-        kind = (block.attention == "none", block.num_kv_heads, block.ffn, block.ffn_width, block.parallel)
+        attends = block.attention in ("full", "sliding")
+        kind = (attends or block.attention, block.num_kv_heads, block.ffn, block.ffn_width, block.parallel)
         if kind != previous:
             run, inside, previous = run + 1, 0, kind
         out.append({name: leaf[inside] for name, leaf in params["runs"][str(run)].items()})
@@ -122,6 +123,9 @@ def project(x, p, name: str):
 def attention(x, p, block: BlockConfig, config: ModelConfig, constant):
     """Causal self-attention of x [T, D]; keys and values where `constant` [T] is true carry no gradient."""
     tokens = x.shape[0]
+    if block.attention == "linear_map":
+        y = project(normed(x, p["input_layernorm"], config), p, "linear_attn")
+        return normed(y, p["post_attention_layernorm"], config) if config.post_norms else y
     n_heads, k_heads, h = config.num_heads, block.num_kv_heads, config.head_dim
     theta, scaling = config.rope_theta, config.rope_scaling
     if block.local_rope:
@@ -175,19 +179,17 @@ def ffn(x, p, block: BlockConfig, config: ModelConfig):
 
 
 def _hidden(config: ModelConfig, params: Grads, ids, constant):
-    x = config.embed_scale * params["embed_tokens"][ids]
+    x = read = config.embed_scale * params["embed_tokens"][ids]
     for block, p in zip(config.blocks, split_blocks(config, params), strict=True):
-        if block.parallel:
-            source = x
-            if block.attention != "none":
-                x = x + attention(source, p, block, config, constant)
-            if block.ffn_width:
-                x = x + ffn(source, p, block, config)
-        else:
-            if block.attention != "none":
-                x = x + attention(x, p, block, config, constant)
-            if block.ffn_width:
-                x = x + ffn(x, p, block, config)
+        if not block.beside:
+            read = x
+        contribution = 0.0
+        if block.attention != "none":
+            contribution = attention(read, p, block, config, constant)
+        if block.ffn_width:
+            source = read if block.parallel else read + contribution
+            contribution = contribution + ffn(source, p, block, config)
+        x = x + contribution
     return normed(x, params["norm"], config)
 
 

@@ -5,6 +5,7 @@ from lsfuse.data.dataset_task import REWARDS, DatasetTask, open_dataset
 from lsfuse.data.datasets import Source, load, ordered
 from lsfuse.data.groups import DatasetGroups, JsonlGroups
 from lsfuse.data.gsm8k import Gsm8kTask
+from lsfuse.data.harness import harness_model
 from lsfuse.data.order import counter_rng, indices
 from lsfuse.data.reasoning import ReasoningGymTask
 from lsfuse.data.retrieval import RetrievalTask
@@ -27,6 +28,7 @@ __all__ = [
     "check_group",
     "counter_rng",
     "cut_completion",
+    "harness_model",
     "indices",
     "load",
     "make_batch",

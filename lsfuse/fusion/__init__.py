@@ -15,12 +15,18 @@ from lsfuse.fusion.analysis import (
     removal_scores,
     replacement_scores,
 )
+from lsfuse.fusion.describe import dry_run, place
 from lsfuse.fusion.evaluate import evaluate
 from lsfuse.fusion.fuse import fuse_ffn, reverse, wide_ffn
+from lsfuse.fusion.parallel import parallel_blocks, parallel_parts
 from lsfuse.fusion.planner import Choice, Infeasible, apply_plan, attention_free_runs, fusion_spans, solve
+from lsfuse.fusion.quantize import quantize
+from lsfuse.fusion.results import load_dependency, plot_dependency, save_dependency
+from lsfuse.fusion.store import fingerprint
 from lsfuse.fusion.surgery import (
     chain,
     cut,
+    linear_attention,
     prune_ffn,
     reduce_kv_heads,
     remove_attention,
@@ -44,12 +50,21 @@ __all__ = [
     "cosine_distance",
     "cut",
     "dependency",
+    "dry_run",
     "evaluate",
     "ffn_importance",
+    "fingerprint",
     "from_lists",
     "fuse_ffn",
     "fusion_spans",
+    "linear_attention",
+    "load_dependency",
+    "parallel_blocks",
+    "parallel_parts",
+    "place",
+    "plot_dependency",
     "prune_ffn",
+    "quantize",
     "reduce_kv_heads",
     "remove_attention",
     "remove_blocks",
@@ -58,6 +73,7 @@ __all__ = [
     "replace_spans",
     "replacement_scores",
     "reverse",
+    "save_dependency",
     "solve",
     "wide_ffn",
     "windows",

@@ -7,7 +7,8 @@ attention-free stretch the analysis is run on the model whose attention is remov
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,16 @@ import tqdm
 
 from lsfuse.checks import check_arrays, check_same_shape
 from lsfuse.fusion.forward import embed_texts, kl_divergence, over_chunks, run_from
+from lsfuse.fusion.parallel import check_no_group_cut
+from lsfuse.fusion.store import Rows
 from lsfuse.fusion.surgery import cut, remove_attention, remove_ffn
 from lsfuse.fusion.texts import Texts, check_texts
-from lsfuse.fusion.tree import Transform, check_spans
+from lsfuse.fusion.tree import Transform, check_floating, check_spans, widened
 from lsfuse.model.blocks import at_block, block_forward
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.layers import ffn_activation, ffn_boundaries
 from lsfuse.model.params import unstack_blocks
+from lsfuse.model.stream import start_stream, through_block
 from lsfuse.model.transformer import block_params, make_tokens
 from lsfuse.types import Array, Params
 
@@ -66,6 +70,7 @@ def dependency(
     blocks: Iterable[int] | None = None,
     batch_size: int = 1,
     progress: bool = False,
+    folder: str | os.PathLike | None = None,
 ) -> Dependency:
     """The dependency matrix, and what falls out of the same passes.
 
@@ -75,24 +80,39 @@ def dependency(
     Args:
         blocks: rows to compute, all by default; others stay 0.
         batch_size: texts at a time.
+        folder: where rows are kept as they are found; a call that was interrupted goes on from them.
+
+    Raises: ValueError for blocks out of range or in parallel, a folder of another model, other texts or batch size.
     """
     check_texts("dependency", texts, config, params)
     count = config.num_blocks
     rows = sorted(range(count) if blocks is None else {int(b) for b in blocks})
     if rows and not 0 <= rows[0] <= rows[-1] < count:
         raise ValueError(f"dependency: blocks {rows} are out of range; the model has blocks 0 to {count - 1}")
+    for i in rows:
+        check_no_group_cut("dependency", config, i, i)
     found: dict[tuple[int, int], list[np.ndarray]] = {(i, j): [] for i in rows for j in range(i + 1, count)}
     statistics: list[np.ndarray] = []
+    keep = None if folder is None else Rows(folder, config, params, texts, batch_size=batch_size)
     passes = -(-len(texts) // batch_size) * len(rows)
     with tqdm.tqdm(total=passes, desc="dependency", disable=None if progress else True, unit="pass") as bar:
-        for ids, lengths in texts.batches(batch_size):
+        for b, (ids, lengths) in enumerate(texts.batches(batch_size)):
             valid = (np.arange(ids.shape[1]) < lengths[:, None]).reshape(-1)
-            outputs = _outputs(config, params, jnp.asarray(ids), jnp.asarray(lengths))
-            statistics.append(np.asarray(_statistics(outputs))[:, valid])
+            whole = functools.partial(_outputs, config, params, jnp.asarray(ids), jnp.asarray(lengths))
+            outputs = functools.cache(whole)  # not run at all where every row is there
+
+            def statistic(outputs=outputs, valid=valid):
+                return np.asarray(_statistics(outputs()))[:, valid]
+
+            statistics.append(_kept(keep, f"dependency-{b}-statistics", statistic))
             for i in rows:
-                distances = np.asarray(_distances(config, params, outputs, jnp.asarray(lengths), jnp.int32(i)))
-                for j in range(i + 1, count):
-                    found[i, j].append(distances[j][valid])
+
+                def row(i=i, outputs=outputs, lengths=lengths, valid=valid):
+                    distances = _distances(config, params, outputs(), jnp.asarray(lengths), jnp.int32(i))
+                    return np.asarray(distances)[i + 1 :, valid]
+
+                for j, values in enumerate(_kept(keep, f"dependency-{b}-{i}", row), start=i + 1):
+                    found[i, j].append(values)
                 bar.update()
     mean, p95 = np.zeros((count, count)), np.zeros((count, count))
     for (i, j), parts in found.items():
@@ -100,6 +120,16 @@ def dependency(
         mean[i, j], p95[i, j] = values.mean(), np.quantile(values, 0.95)
     relative, influence, consecutive = np.concatenate(statistics, 1).astype(np.float64).mean(1).reshape(3, count)
     return Dependency(mean, p95, relative, influence, consecutive[:-1])
+
+
+def _kept(keep: Rows | None, name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
+    """Row `name` from its file, or computed and put there."""
+    found = None if keep is None else keep.get(name)
+    if found is None:
+        found = compute()
+        if keep is not None:
+            keep.put(name, found)
+    return found
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -113,7 +143,7 @@ def _outputs(config: ModelConfig, params: Params, ids: Array, lengths: Array) ->
 def _statistics(outputs: Array) -> Array:
     """[3 · L, tokens]: ‖h‖ / ‖X‖, 1 - cos(X_in, X_out), distance of consecutive contributions (0 for the last)."""
     before, after = outputs[:-1], outputs[1:]
-    h = after - before
+    h = _contribution(before, after)
     norm = lambda x: jnp.linalg.norm(x.astype(jnp.float32), axis=-1)  # noqa: E731
     relative = norm(h) / jnp.maximum(norm(before), 1e-30)
     consecutive = jnp.pad(cosine_distance(h[:-1], h[1:]), ((0, 1), (0, 0), (0, 0)))
@@ -130,8 +160,13 @@ def _distances(config: ModelConfig, params: Params, outputs: Array, lengths: Arr
     before = jnp.concatenate([x[None], changed[:-1]])
     later = jnp.arange(config.num_blocks) == i + 1
     before = jnp.where(later[:, None, None, None], x[None], before)
-    distance = cosine_distance(outputs[1:] - outputs[:-1], changed - before)
+    distance = cosine_distance(_contribution(outputs[:-1], outputs[1:]), _contribution(before, changed))
     return distance.reshape(config.num_blocks, -1)
+
+
+def _contribution(before: Array, after: Array) -> Array:
+    """f(X) - X in float32 or wider, whatever dtype the residual stream has."""
+    return widened(after) - widened(before)
 
 
 def _at(x: Array, i: Array) -> Array:
@@ -146,11 +181,15 @@ def replacement_scores(
     batch_size: int = 1,
     progress: bool = False,
     name: str = "replacements",
+    folder: str | os.PathLike | None = None,
 ) -> np.ndarray:
     """KL(model ‖ model with one span replaced), nats a token, float64 [len(replacements)].
 
     replacements: (first, last, transform): what the transform makes of the blocks first … last, inclusive, taken as a
         model of their own (its block 0 is block `first`); None leaves them out.
+
+    folder: where each KL is kept as it is found, under `name` and its place in `replacements`; give replacements
+        that are not the same another name.
 
     Every pass restarts at the span's first block. Alike spans share a compiled program.
     """
@@ -158,21 +197,29 @@ def replacement_scores(
     spans = [(first, last) for first, last, _ in replacements]
     for span in spans:
         check_spans("replacement_scores", [span], config)
+        check_no_group_cut("replacement_scores", config, *span)
     parts = [
         (None, {}) if transform is None else _anonymous(*transform(*cut(config, params, first, last)))
         for first, last, transform in replacements
     ]
     total, tokens = np.zeros(len(replacements)), 0
+    keep = None if folder is None else Rows(folder, config, params, texts, batch_size=batch_size)
+    label = name.replace(" ", "_")
     passes = -(-len(texts) // batch_size) * len(replacements)
     with tqdm.tqdm(total=passes, desc=name, disable=None if progress else True, unit="pass") as bar:
-        for ids, lengths in texts.batches(batch_size):
+        for b, (ids, lengths) in enumerate(texts.batches(batch_size)):
             valid = (np.arange(ids.shape[1]) < lengths[:, None]).reshape(-1)
-            outputs = _outputs(config, params, jnp.asarray(ids), jnp.asarray(lengths))
+            whole = functools.partial(_outputs, config, params, jnp.asarray(ids), jnp.asarray(lengths))
+            outputs = functools.cache(whole)  # not run at all where every row is there
             tokens += int(valid.sum())
             for n, ((first, last), (part, runs)) in enumerate(zip(spans, parts, strict=True)):
-                where = jnp.int32(first), jnp.int32(last + 1)
-                kl = _kl_replaced(config, part, params, runs, outputs, jnp.asarray(lengths), *where)
-                total[n] += np.asarray(kl, np.float64)[valid].sum()
+
+                def row(first=first, last=last, part=part, runs=runs, outputs=outputs, lengths=lengths, valid=valid):
+                    where = jnp.int32(first), jnp.int32(last + 1)
+                    kl = _kl_replaced(config, part, params, runs, outputs(), jnp.asarray(lengths), *where)
+                    return np.asarray(kl, np.float64)[valid].sum()
+
+                total[n] += _kept(keep, f"{label}-{b}-{n}-{first}-{last}", row)
                 bar.update()
     return total / tokens
 
@@ -184,19 +231,21 @@ def removal_scores(
     part: str = "attention",
     batch_size: int = 1,
     progress: bool = False,
+    folder: str | os.PathLike | None = None,
 ) -> np.ndarray:
     """KL(model ‖ model without one block's part), nats a token, float64 [L]; NaN for blocks that do not have it.
 
-    part: "attention", "ffn" or "block".
+    part: "attention", "ffn" or "block". folder: as `dependency`'s.
     """
     if part not in PARTS:
         raise ValueError(f"removal_scores: part {part!r} is unknown; valid: {', '.join(PARTS)}")
-    has = {"attention": lambda b: b.has_attention, "ffn": lambda b: b.has_ffn, "block": lambda b: True}[part]
+    has = {"attention": lambda b: b.has_mixer, "ffn": lambda b: b.has_ffn, "block": lambda b: True}[part]
     remove = {"attention": remove_attention([0]), "ffn": remove_ffn([0]), "block": None}[part]
     having = [i for i, b in enumerate(config.blocks) if has(b)]
     scores = np.full(config.num_blocks, np.nan)
     replacements = [(i, i, remove) for i in having]
-    scores[having] = replacement_scores(config, params, texts, replacements, batch_size, progress, f"without {part}")
+    name = f"without {part}"
+    scores[having] = replacement_scores(config, params, texts, replacements, batch_size, progress, name, folder)
     return scores
 
 
@@ -232,6 +281,9 @@ def ffn_importance(
             if total is not None:
                 total += np.asarray(new, np.float64)
 
+    for i, leaves in enumerate(unstack_blocks(config, params)):
+        check_floating("ffn_importance", i, leaves)
+
     def weighed(total: np.ndarray | None, leaves: dict[str, Array]) -> np.ndarray | None:
         if total is None:
             return None
@@ -247,18 +299,21 @@ def _activation_sums(config: ModelConfig, params: Params, ids: Array, lengths: A
     """Σ |activation| over tokens, [blocks of a run, F] a run ([blocks, 0] without FFN)."""
     tokens = make_tokens(config, 0, ids.shape[1], lengths, params["embed_tokens"].dtype)
     valid = (jnp.arange(ids.shape[1]) < lengths[:, None])[..., None]
-    x, sums = embed_texts(params, config, ids, lengths), []
+    stream, sums = start_stream(config, embed_texts(params, config, ids, lengths)), []
     for r, (block, count) in enumerate(config.runs):
 
-        def body(x, layer, r=r, block=block):
+        def body(stream, layer, r=r, block=block):
             here = at_block(config, r, layer, tokens)
-            x, saved = block_forward(config, block, block_params(params, str(r), layer), x, here, None)
-            if not block.has_ffn:
-                return x, jnp.zeros(0)
-            active = ffn_activation(config, *(saved[name] for name in ffn_boundaries(block)))
-            active = jnp.abs(active.astype(jnp.promote_types(active.dtype, jnp.float32)))
-            return x, jnp.sum(jnp.where(valid, active, 0.0), (0, 1))
 
-        x, found = jax.lax.scan(body, x, jnp.arange(count))
+            def one(x):
+                x, saved = block_forward(config, block, block_params(params, str(r), layer), x, here, None)
+                if not block.has_ffn:
+                    return x, jnp.zeros(0)
+                active = widened(ffn_activation(config, *(saved[name] for name in ffn_boundaries(block))))
+                return x, jnp.sum(jnp.where(valid, jnp.abs(active), 0.0), (0, 1))
+
+            return through_block(config, r, layer, stream, one)
+
+        stream, found = jax.lax.scan(body, stream, jnp.arange(count))
         sums.append(found)
     return sums

@@ -7,6 +7,7 @@ from jax import lax
 from lsfuse.model.blocks import at_block, block_forward
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.layers import rms_norm
+from lsfuse.model.stream import start_stream, through_block
 from lsfuse.model.transformer import block_params, embed, logits, make_tokens
 from lsfuse.types import Array, Params
 
@@ -14,24 +15,28 @@ _CHUNK = 128  # tokens whose logits exist at a time
 
 
 def run_from(params: Params, config: ModelConfig, x: Array, lengths: Array, first: Array | int) -> tuple[Array, Array]:
-    """Runs blocks `first` … on x [B, T, D], with `first` as data.
+    """Runs blocks `first` … on x [B, T, D], with `first` as data. Block `first` must stand beside none.
 
     Returns: (x after the last block, outputs of all blocks [L, B, T, D], 0 for those not run).
     """
     tokens = make_tokens(config, 0, x.shape[1], lengths, x.dtype)
     outputs = jnp.zeros((config.num_blocks, *x.shape), x.dtype)
-    start = 0
+    stream, start = start_stream(config, x), 0
     for r, (block, count) in enumerate(config.runs):
 
         def body(layer, carry, r=r, block=block, start=start):
-            x, outputs = carry
+            stream, outputs = carry
             here = at_block(config, r, layer, tokens)
-            x, _ = block_forward(config, block, block_params(params, str(r), layer), x, here, None)
-            return x, lax.dynamic_update_index_in_dim(outputs, x, start + layer, 0)
 
-        x, outputs = lax.fori_loop(jnp.clip(first - start, 0, count), count, body, (x, outputs))
+            def one(x):
+                return block_forward(config, block, block_params(params, str(r), layer), x, here, None)
+
+            stream, _ = through_block(config, r, layer, stream, one)
+            return stream, lax.dynamic_update_index_in_dim(outputs, stream.x, start + layer, 0)
+
+        stream, outputs = lax.fori_loop(jnp.clip(first - start, 0, count), count, body, (stream, outputs))
         start += count
-    return x, outputs
+    return stream.x, outputs
 
 
 def embed_texts(params: Params, config: ModelConfig, ids: Array, lengths: Array) -> Array:

@@ -5,7 +5,16 @@ from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 
-from lsfuse.fusion.tree import Leaves, Transform, block_sources, check_spans, ffn_names, rebuild, widened
+from lsfuse.fusion.tree import (
+    Leaves,
+    Transform,
+    block_sources,
+    check_floating,
+    check_spans,
+    ffn_names,
+    rebuild,
+    widened,
+)
 from lsfuse.model.config import BlockConfig, ModelConfig, ffn_norm
 from lsfuse.model.layers import FFN_IN
 from lsfuse.model.params import unstack_blocks
@@ -24,7 +33,7 @@ def fuse_ffn(spans: Iterable[tuple[int, int]], norm: str = "fold") -> Transform:
     attention, which runs before the sum.
 
     Raises: ValueError for spans that overlap, descend or run out of range, a member without FFN, one after the first
-    that has attention, a first member whose attention and FFN are parallel.
+    that has attention, a first member whose attention and FFN are parallel, quantised weights.
     """
     given = [(int(a), int(b)) for a, b in spans]
     if norm not in NORMS:
@@ -36,6 +45,9 @@ def fuse_ffn(spans: Iterable[tuple[int, int]], norm: str = "fold") -> Transform:
             _check_members("fuse_ffn", config, first, last)
             _check_fusable(config, first, last)
         parts, sources = unstack_blocks(config, params), block_sources(config)
+        for first, last in ordered:
+            for i in range(first, last + 1):
+                check_floating("fuse_ffn", i, parts[i])
         starts = dict(ordered)
         blocks: list[BlockConfig] = []
         leaves: list[Leaves] = []
@@ -95,7 +107,7 @@ def reverse(spans: Iterable[tuple[int, int]]) -> Transform:
                 theirs = config.blocks[first + last - i]
                 blocks[i] = dataclasses.replace(blocks[i], ffn_width=theirs.ffn_width, ffn=theirs.ffn)
                 origin[i] = sources[first + last - i]
-                if config.blocks[i].has_attention:  # which stays
+                if config.blocks[i].has_mixer:  # which stays
                     origin[i] = tuple(dict.fromkeys((*sources[i], *origin[i])))
         note = ", ".join(f"{a}-{b}" for a, b in ordered)
         return rebuild(config, params, blocks, leaves, origin, f"reverse({note})")
@@ -108,12 +120,12 @@ def _check_members(name: str, config: ModelConfig, first: int, last: int) -> Non
         block = config.blocks[i]
         if not block.has_ffn:
             raise ValueError(f"{name}: span {first}-{last}: block {i} has no FFN")
-        if i > first and block.has_attention:
+        if i > first and block.has_mixer:
             raise ValueError(
                 f"{name}: span {first}-{last}: block {i} has attention, which only the first member may keep; remove it"
                 " with remove_attention"
             )
-        if i == first and last > first and block.has_attention and block.parallel:
+        if i == first and last > first and block.has_mixer and block.parallel:
             raise ValueError(
                 f"{name}: span {first}-{last}: attention and FFN of block {i} run in parallel, so that its FFN and the"
                 " others' read different inputs"

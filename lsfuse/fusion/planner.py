@@ -47,11 +47,11 @@ def attention_free_runs(config: ModelConfig) -> list[tuple[int, int]]:
     first = None
     for i, block in enumerate(config.blocks):
         alike = first is not None and block.ffn == config.blocks[first].ffn
-        joins = alike and block.has_ffn and not block.has_attention
+        joins = alike and block.has_ffn and not block.has_mixer
         if not joins:
             if first is not None and i - 1 > first:
                 runs.append((first, i - 1))
-            first = i if block.has_ffn and not (block.has_attention and block.parallel) else None
+            first = i if block.has_ffn and not (block.has_mixer and block.parallel) else None
     if first is not None and config.num_blocks - 1 > first:
         runs.append((first, config.num_blocks - 1))
     return runs

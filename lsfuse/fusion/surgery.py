@@ -13,15 +13,19 @@ Every illegal request raises before any array is touched, naming block and reaso
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
+from lsfuse.fusion.parallel import check_no_group_cut
 from lsfuse.fusion.tree import (
     Leaves,
     Transform,
     block_indices,
     block_ranges,
     block_sources,
+    check_floating,
     check_range,
     check_spans,
     leaves_of,
@@ -53,12 +57,46 @@ def remove_attention(blocks: Iterable[int]) -> Transform:
     chosen = block_indices("remove_attention", blocks)
 
     def change(config: ModelConfig, index: int, block: BlockConfig, leaves: Leaves) -> tuple[BlockConfig, Leaves]:
-        if not block.has_attention:
+        if not block.has_mixer:
             raise ValueError(f"remove_attention: block {index} has no attention")
-        block = dataclasses.replace(block.structure, attention="none", num_kv_heads=1, parallel=False)
+        block = _without_attention(block, "none", parallel=False)
         return block, leaves_of(config, block, leaves)
 
     return _each("remove_attention", chosen, change)
+
+
+def linear_attention(blocks: Iterable[int]) -> Transform:
+    """Attention becomes the linear map W_V W_O [D, D] of each token: what it does if a token sees only itself.
+
+    Source: Puzzle (arXiv 2411.19146), the "linear" choice. The product is taken in float32 or wider and rounded once;
+    where several query heads share a kv head, their rows of W_O are added. Biases become b_V W_O + b_O. The block keeps
+    its norms, and needs no keys and values.
+
+    Raises: ValueError for a block out of range, given twice, or without attention.
+    """
+    chosen = block_indices("linear_attention", blocks)
+
+    def change(config: ModelConfig, index: int, block: BlockConfig, leaves: Leaves) -> tuple[BlockConfig, Leaves]:
+        if not block.has_attention:
+            raise ValueError(f"linear_attention: block {index} has no attention")
+        check_floating("linear_attention", index, leaves)
+        kv, head = block.num_kv_heads, config.head_dim
+        out = widened(leaves["o_proj"]).reshape(kv, -1, head, config.hidden_size).sum(1).reshape(kv * head, -1)
+        value = widened(leaves["v_proj"])
+        new = {**leaves, "linear_attn": (value @ out).astype(leaves["v_proj"].dtype)}
+        if config.qkv_bias or config.o_bias:
+            bias = widened(leaves["v_proj_bias"]) @ out if config.qkv_bias else jnp.zeros(out.shape[1], out.dtype)
+            if config.o_bias:
+                bias = bias + widened(leaves["o_proj_bias"])
+            new["linear_attn_bias"] = bias.astype(leaves["v_proj"].dtype)
+        block = _without_attention(block, "linear_map")
+        return block, leaves_of(config, block, new)
+
+    return _each("linear_attention", chosen, change)
+
+
+def _without_attention(block: BlockConfig, attention: str, **changes: Any) -> BlockConfig:
+    return dataclasses.replace(block, attention=attention, num_kv_heads=1, window=None, local_rope=False, **changes)
 
 
 def remove_ffn(blocks: Iterable[int]) -> Transform:
@@ -75,7 +113,8 @@ def remove_ffn(blocks: Iterable[int]) -> Transform:
 
 
 def remove_blocks(blocks: Iterable[int]) -> Transform:
-    """Blocks go, and those behind them move up. Raises: ValueError if none would be left."""
+    """Blocks go, and those behind them move up; of blocks in parallel the others stay so. Raises: ValueError if none
+    would be left."""
     chosen = block_indices("remove_blocks", blocks)
 
     def apply(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
@@ -84,10 +123,15 @@ def remove_blocks(blocks: Iterable[int]) -> Transform:
             raise ValueError(f"remove_blocks: all {config.num_blocks} blocks are named; a model needs at least one")
         kept = [i for i in range(config.num_blocks) if i not in chosen]
         parts, sources = unstack_blocks(config, params), block_sources(config)
+        blocks = [config.blocks[kept[0]]]
+        for before, i in zip(kept, kept[1:], strict=False):
+            together = all(b.beside for b in config.blocks[before + 1 : i + 1])
+            blocks.append(dataclasses.replace(config.blocks[i], beside=together))
+        blocks[0] = dataclasses.replace(blocks[0], beside=False)
         return rebuild(
             config,
             params,
-            [config.blocks[i] for i in kept],
+            blocks,
             [parts[i] for i in kept],
             [sources[i] for i in kept],
             f"remove_blocks({block_ranges(chosen)})",
@@ -116,6 +160,8 @@ def reduce_kv_heads(num_kv_heads: int, blocks: Iterable[int] | None = None) -> T
                 raise ValueError(
                     f"reduce_kv_heads: {num_kv_heads} does not divide block {index}'s {block.num_kv_heads} kv heads"
                 )
+
+            check_floating("reduce_kv_heads", index, leaves)
 
             def pool(leaf: Array) -> Array:
                 rest = leaf.shape[:-1]
@@ -161,6 +207,7 @@ def prune_ffn(
             count = keep[index] if isinstance(keep, dict) else max(1, round(keep * width))
             if not 1 <= count <= width:
                 raise ValueError(f"prune_ffn: block {index} has {width} channels, {count} cannot be kept")
+            check_floating("prune_ffn", index, leaves)
             channels = np.sort(np.argsort(-np.asarray(scores, np.float64), kind="stable")[:count])
             new = {n: leaves[n][..., channels] for n in FFN_IN if n in leaves}
             new |= {n: leaves[n][channels] for n in ("down_proj", "fc_out") if n in leaves}
@@ -179,11 +226,13 @@ def cut(config: ModelConfig, params: Params, first: int, last: int) -> tuple[Mod
 
 def replace_spans(replacements: Iterable[tuple[int, int, Transform | None]]) -> Transform:
     """Every span (first, last), inclusive, becomes what its transform makes of it, taken as a model of its own (its
-    block 0 is block `first`); None removes it. Indices are those of the model before any replacement."""
+    block 0 is block `first`); None removes it. Indices are those of the model before any replacement. A span may not
+    part blocks that run in parallel."""
     given = [(int(a), int(b), t) for a, b, t in replacements]
 
     def apply(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
-        check_spans("replace_spans", [(a, b) for a, b, _ in given], config)
+        for first, last in check_spans("replace_spans", [(a, b) for a, b, _ in given], config):
+            check_no_group_cut("replace_spans", config, first, last)
         sources, notes, at = block_sources(config), [], 0
         pieces: list[tuple[int, int, tuple[ModelConfig, list[Leaves]] | None]] = []
         for first, last, transform in sorted(given, key=lambda g: g[0]):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from lsfuse.model.config import BlockConfig, ModelConfig, block_param_shapes, ffn_norm
 from lsfuse.model.layers import FFN_IN, FFN_NORM, FFN_OUT
-from lsfuse.model.params import check_params, stack_blocks
+from lsfuse.model.params import check_params, is_quantized, stack_blocks
 from lsfuse.types import Array, Params
 
 Leaves = dict[str, Array]
@@ -53,6 +53,16 @@ def rebuild(config, params, blocks, leaves, sources, note: str) -> tuple[ModelCo
     params = {**params, "runs": stack_blocks(new, leaves)}
     check_params(new, params)
     return new, params
+
+
+def check_floating(name: str, index: int, leaves: Leaves) -> None:
+    """Raises ValueError if block `index` has quantised kernels, which no transform can compute with."""
+    for leaf, value in leaves.items():
+        if is_quantized(value):
+            raise ValueError(
+                f"{name}: {leaf} of block {index} is quantised, with a scale to each output channel; transform first,"
+                " then quantise"
+            )
 
 
 def leaves_of(config: ModelConfig, block: BlockConfig, leaves: Leaves) -> Leaves:

@@ -191,6 +191,8 @@ def why_not_standard(config: ModelConfig) -> list[str]:
         reasons.append("a block's FFN is not gated")
     if any(block.parallel for block in config.blocks):
         reasons.append("attention and FFN of a block run in parallel")
+    if any(block.beside for block in config.blocks):
+        reasons.append("blocks run in parallel")
     if config.family not in ARCHITECTURES:
         return [*reasons, f"family {config.family!r} is none of {', '.join(ARCHITECTURES)}"]
     return reasons + _unlike_family(config)

@@ -50,7 +50,7 @@ class TensorSpec:
 def block_tensor_name(block: int, leaf: str) -> str:
     """`q_proj` → model.layers.3.self_attn.q_proj.weight, and so on."""
     module, kind = (leaf.removesuffix("_bias"), "bias") if leaf.endswith("_bias") else (leaf, "weight")
-    if module in ("q_norm", "k_norm") or (module.endswith("_proj") and module[0] in "qkvo"):
+    if module in ("q_norm", "k_norm", "linear_attn") or (module.endswith("_proj") and module[0] in "qkvo"):
         module = f"self_attn.{module}"
     elif module.endswith("_proj") or module.startswith("fc_"):
         module = f"mlp.{module}"

@@ -28,7 +28,7 @@ def mult_of_width(width: int, hidden_size: int) -> float | None:
 def blocks_from_nemotron(raw: Mapping[str, Any], num_heads: int, hidden_size: int) -> tuple[BlockConfig, ...]:
     """The blocks of `block_configs`.
 
-    Raises: ValueError, naming the block, for parts replaced by a linear layer, missing sizes, groups that do not divide
+    Raises: ValueError, naming the block, for FFNs replaced by a linear layer, missing sizes, groups that do not divide
     the heads, another number of blocks than num_hidden_layers.
     """
     table = raw.get("block_configs")
@@ -40,11 +40,11 @@ def blocks_from_nemotron(raw: Mapping[str, Any], num_heads: int, hidden_size: in
     blocks = []
     for i, entry in enumerate(table):
         attention, ffn = dict(entry.get("attention") or {}), dict(entry.get("ffn") or {})
-        for name, part in (("attention", attention), ("ffn", ffn)):
-            if part.get("replace_with_linear"):
-                raise ValueError(f"block_configs[{i}]: {name} is replaced by a linear layer, which is not supported")
+        if ffn.get("replace_with_linear"):
+            raise ValueError(f"block_configs[{i}]: ffn is replaced by a linear layer, which is not supported")
         kv_heads, width = 0, 0
-        if not attention.get("no_op"):
+        linear = bool(attention.get("replace_with_linear"))
+        if not (attention.get("no_op") or linear):
             group = attention.get("n_heads_in_group")
             if not isinstance(group, int) or group < 1 or num_heads % group:
                 raise ValueError(f"block_configs[{i}]: n_heads_in_group {group!r} must divide the {num_heads} heads")
@@ -56,7 +56,8 @@ def blocks_from_nemotron(raw: Mapping[str, Any], num_heads: int, hidden_size: in
             width = int(size) if size is not None else width_of_mult(float(mult or 0), hidden_size)
             if width < 1:
                 raise ValueError(f"block_configs[{i}]: FFN width {width} must be at least 1")
-        blocks.append(BlockConfig("full" if kv_heads else "none", kv_heads or 1, width))
+        kind = "linear_map" if linear else "full" if kv_heads else "none"
+        blocks.append(BlockConfig(kind, kv_heads or 1, width))
     return tuple(blocks)
 
 
@@ -65,7 +66,7 @@ def blocks_to_nemotron(config: ModelConfig) -> list[dict[str, Any]]:
     stands for the same one."""
     table = []
     for block in config.blocks:
-        attention: dict[str, Any] = {"no_op": not block.has_attention, "replace_with_linear": False}
+        attention: dict[str, Any] = {"no_op": not block.has_mixer, "replace_with_linear": block.has_linear_map}
         attention["n_heads_in_group"] = config.num_heads // block.num_kv_heads if block.has_attention else None
         ffn: dict[str, Any] = {"no_op": not block.has_ffn, "replace_with_linear": False}
         ffn["intermediate_size"] = block.ffn_width or None
@@ -79,6 +80,10 @@ def why_not_nemotron(config: ModelConfig) -> list[str]:
     reasons = []
     if any(b.parallel for b in config.blocks):
         reasons.append("attention and FFN of a block run in parallel")
+    if any(b.beside for b in config.blocks):
+        reasons.append("blocks run in parallel")
+    if any(b.has_linear_map for b in config.blocks) and (config.qkv_bias or config.o_bias):
+        reasons.append("a linear map in place of attention has a bias")
     if any(b.window is not None for b in config.blocks):
         reasons.append("a block has a sliding window")
     if any(b.ffn != "gated" for b in config.blocks):

@@ -28,7 +28,7 @@ from lsfuse.io.hf_names import TensorSpec, tensor_specs
 from lsfuse.io.hf_safetensors import FLOAT_DTYPES, TensorPlan, header_bytes, write_file
 from lsfuse.io.tokenizer import TOKENIZER_FILES
 from lsfuse.model.config import ModelConfig
-from lsfuse.model.params import check_params
+from lsfuse.model.params import check_params, check_trainable
 from lsfuse.types import Array, Params
 
 _log = logging.getLogger(__name__)
@@ -75,12 +75,13 @@ def save_hf(
         max_shard_bytes: files are split so that none holds more tensor bytes, unless one tensor alone does.
 
     Raises:
-        ValueError: parameters that do not fit `config`, a dtype that is not floating, a tokenizer of more ids than the
-            model's vocabulary.
+        ValueError: parameters that do not fit `config` or are quantised, a dtype that is not floating, a tokenizer of
+            more ids than the model's vocabulary.
         FileExistsError: the folder holds something else.
         OSError: no space; what was there before stays as it was.
     """
     check_params(config, params)
+    check_trainable(params)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {config.vocab_size}")
     if max_shard_bytes < 1:

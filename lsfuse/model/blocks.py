@@ -89,6 +89,9 @@ def block_forward(
     """
     saved = {"x": x, **(known or {})}
     mid = x
+    if block.has_linear_map and "mid" not in saved:
+        y = layers.linear_map(config, subset(p, layers.LINEAR_MAP), x)
+        saved |= _join_stream(config, p, x, y)
     if block.has_attention:
         if not {"q", "k", "v"} <= saved.keys():
             q, k, v = layers.attention_in(config, subset(p, layers.ATTENTION_IN), x, tokens.rope)
@@ -99,10 +102,8 @@ def block_forward(
             )
         if "mid" not in saved:
             y = layers.attention_out(subset(p, layers.ATTENTION_OUT), saved["o"])
-            if config.post_norms:
-                saved["attended"] = y
-                y = layers.rms_norm(config, y, p[layers.ATTENTION_NORM])
-            saved["mid"] = x + y
+            saved |= _join_stream(config, p, x, y)
+    if block.has_mixer:
         mid = saved["mid"]
     if not block.has_ffn:
         return mid, saved
@@ -118,6 +119,13 @@ def block_forward(
         saved["fed"] = y
         y = layers.rms_norm(config, y, p[layers.FFN_NORM])
     return mid + y, saved
+
+
+def _join_stream(config: ModelConfig, p: dict, x: Array, y: Array) -> dict[str, Array]:
+    """The boundaries at which attention's contribution y joins the stream x."""
+    if not config.post_norms:
+        return {"mid": x + y}
+    return {"attended": y, "mid": x + layers.rms_norm(config, y, p[layers.ATTENTION_NORM])}
 
 
 def complete(config, block, p, tokens, prefix, saved: dict[str, Array]) -> dict[str, Array]:
@@ -159,7 +167,7 @@ def block_backward(
         activations = tuple(saved[name] for name in layers.ffn_boundaries(block))
         _, vjp = jax.vjp(lambda p, *a: layers.ffn_out(config, block, p, *a), subset(p, layers.FFN_OUT), *activations)
         d_out, *d_activations = vjp(through_norm(dy, layers.FFN_NORM, "fed"))
-        ffn_input = saved["mid"] if block.has_attention and not block.parallel else x
+        ffn_input = saved["mid"] if block.has_mixer and not block.parallel else x
         names = layers.ffn_in_names(config)
         _, vjp = jax.vjp(lambda p, h: layers.ffn_in(config, block, p, h), subset(p, names), ffn_input)
         d_in, dh = vjp(tuple(d_activations))
@@ -168,6 +176,10 @@ def block_backward(
             dx = dh
         else:
             dmid = dy + dh
+    if block.has_linear_map:
+        _, vjp = jax.vjp(lambda p, x: layers.linear_map(config, p, x), subset(p, layers.LINEAR_MAP), x)
+        d_map, dx2 = vjp(through_norm(dmid, layers.ATTENTION_NORM, "attended"))
+        return dmid + dx + dx2, {**dp, **d_map}, dprefix
     if not block.has_attention:
         return dmid + dx, dp, dprefix
     _, vjp = jax.vjp(layers.attention_out, subset(p, layers.ATTENTION_OUT), saved["o"])

@@ -2,15 +2,15 @@
 
 A model is a tuple of blocks that need not be alike: any FFN width (0 = no FFN), attention or none. Consecutive blocks
 of the same structure form a *run*, stored stacked and executed by one loop, so that compile time grows with the
-number of runs and not with depth. Windows and rotary bases are no part of the structure: they are data of the loop, so
-that full and sliding attention may alternate in one run.
+number of runs and not with depth. Windows, rotary bases and what a block stands beside are no part of the structure:
+they are data of the loop, so that full and sliding attention may alternate in one run.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
 
-ATTENTION_KINDS = ("full", "sliding", "none")
+ATTENTION_KINDS = ("full", "sliding", "linear_map", "none")
 FFN_KINDS = ("gated", "plain")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 ROPE_KINDS = ("llama3", "linear", "yarn")
@@ -60,10 +60,14 @@ class RopeScaling:
 class BlockConfig:
     """One block.
 
-    attention: "full" (causal), "sliding" (causal, within `window`) or "none".
-    num_kv_heads: kv heads of this block; ignored without attention.
+    attention: "full" (causal), "sliding" (causal, within `window`), "linear_map" (a matrix [D, D] applied to each token
+        by itself, which is what is left of attention when a token sees nothing but itself; Puzzle, arXiv 2411.19146),
+        or "none". A linear map has no keys and values, and so no state.
+    num_kv_heads: kv heads of this block; ignored without keys and values.
     ffn_width: hidden channels F of the FFN; 0 means no FFN.
     parallel: attention and FFN both read the block's input and are summed, instead of one after the other.
+    beside: the block reads what the block before it read, and adds its contribution to that one's output: blocks
+        f, g of which g is beside f make x + (f(x) - x) + (g(x) - x) (FFN Fusion, arXiv 2503.18908, sec. 6).
     window: keys that a token sees with sliding attention, itself included; None with any other.
     local_rope: rotary embedding by the model's `local_rope_theta` and `local_rope_scaling` (Gemma 3's sliding blocks).
     ffn: "gated", down(act(gate(x)) * up(x)), or "plain", fc_out(act(fc_in(x))).
@@ -76,15 +80,26 @@ class BlockConfig:
     window: int | None = None
     local_rope: bool = False
     ffn: str = "gated"
+    beside: bool = False
 
     @property
     def structure(self) -> "BlockConfig":
-        """The block without what is data of a run's loop: its window and rotary base."""
-        attention = "full" if self.has_attention else "none"
-        return dataclasses.replace(self, attention=attention, window=None, local_rope=False)
+        """The block without what is data of a run's loop: its window, its rotary base, what it stands beside."""
+        attention = "full" if self.has_attention else self.attention
+        return dataclasses.replace(self, attention=attention, window=None, local_rope=False, beside=False)
 
     @property
     def has_attention(self) -> bool:
+        """Whether the block has keys and values."""
+        return self.attention in ("full", "sliding")
+
+    @property
+    def has_linear_map(self) -> bool:
+        return self.attention == "linear_map"
+
+    @property
+    def has_mixer(self) -> bool:
+        """Whether anything, attention or a linear map, comes before the FFN or beside it."""
         return self.attention != "none"
 
     @property
@@ -161,6 +176,8 @@ class ModelConfig:
             raise ValueError("ModelConfig.blocks is empty; a model needs at least one block")
         if self.sources and len(self.sources) != len(self.blocks):
             raise ValueError(f"ModelConfig.sources names {len(self.sources)} blocks, the model has {len(self.blocks)}")
+        if self.blocks[0].beside:
+            raise ValueError("block 0: there is no block before it that it could stand beside")
         for i, block in enumerate(self.blocks):
             if block.attention not in ATTENTION_KINDS:
                 raise ValueError(
@@ -195,8 +212,13 @@ class ModelConfig:
         structures = (block.structure for block in self.blocks)
         return tuple((block, len(list(same))) for block, same in itertools.groupby(structures))
 
+    @property
+    def has_beside(self) -> bool:
+        """Whether any blocks run in parallel."""
+        return any(block.beside for block in self.blocks)
+
     def members(self, run: int) -> tuple[BlockConfig, ...]:
-        """The blocks of a run, with their windows and rotary bases."""
+        """The blocks of a run, with their windows, rotary bases and places."""
         first = sum(n for _, n in self.runs[:run])
         return self.blocks[first : first + self.runs[run][1]]
 
@@ -224,8 +246,12 @@ def block_param_shapes(config: ModelConfig, block: BlockConfig) -> dict[str, tup
             shapes["o_proj_bias"] = (d,)
         if config.qk_norm:
             shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
-        if config.post_norms:
-            shapes["post_attention_layernorm"] = (d,)
+    if block.has_linear_map:
+        shapes |= {"input_layernorm": (d,), "linear_attn": (d, d)}
+        if config.qkv_bias or config.o_bias:
+            shapes["linear_attn_bias"] = (d,)
+    if block.has_mixer and config.post_norms:
+        shapes["post_attention_layernorm"] = (d,)
     if block.has_ffn:
         f = block.ffn_width
         shapes[ffn_norm(config)] = (d,)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lsfuse.model.config import BlockConfig, ModelConfig, ffn_norm
+from lsfuse.model.params import is_quantized
 from lsfuse.model.rope import rotate
 from lsfuse.types import Array
 
@@ -24,6 +25,7 @@ _ACT = {
 KEYS_VALUES = ("input_layernorm", "k_proj", "v_proj", "k_proj_bias", "v_proj_bias", "k_norm")
 ATTENTION_IN = (*KEYS_VALUES, "q_proj", "q_proj_bias", "q_norm")
 ATTENTION_OUT = ("o_proj", "o_proj_bias")
+LINEAR_MAP = ("input_layernorm", "linear_attn", "linear_attn_bias")
 FFN_IN = ("gate_proj", "up_proj", "gate_proj_bias", "up_proj_bias", "fc_in", "fc_in_bias")
 FFN_OUT = ("down_proj", "down_proj_bias", "fc_out", "fc_out_bias")
 # The norms that `post_norms` adds after attention and FFN.
@@ -57,8 +59,13 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 def linear(x: Array, params: dict, name: str) -> Array:
-    """x [..., in] → [..., out] by kernel `name` (in, out), and its bias where there is one."""
-    y = _matmul(x, params[name].astype(x.dtype))
+    """x [..., in] → [..., out] by kernel `name` (in, out), quantised or not, and its bias where there is one."""
+    kernel = params[name]
+    if is_quantized(kernel):
+        import qwix  # which takes a second, and is needed only here
+
+        kernel = qwix.dequantize(kernel)  # in float32 or wider, rounded once, below
+    y = _matmul(x, kernel.astype(x.dtype))
     bias = params.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(x.dtype)
 
@@ -110,6 +117,11 @@ def attention_in(config: ModelConfig, p: dict, x: Array, rope) -> tuple[Array, A
 def attention_out(p: dict, o: Array) -> Array:
     """Attention's contribution [B, T, D] from o [K, B, T, g, H]."""
     return linear(jnp.moveaxis(o, 0, 2).reshape(*o.shape[1:3], -1), p, "o_proj")
+
+
+def linear_map(config: ModelConfig, p: dict, x: Array) -> Array:
+    """Contribution [B, T, D] of what stands in for attention, from the residual stream x [B, T, D]."""
+    return linear(rms_norm(config, x, p["input_layernorm"]), p, "linear_attn")
 
 
 def ffn_boundaries(block: BlockConfig) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ def init_params(config: ModelConfig, key: Array, dtype=jnp.float32) -> Params:
         std = shape[-2] ** -0.5
         if name == "embed_tokens":
             std = config.hidden_size**-0.5 if config.tie_word_embeddings else 0.02
-        if name in ("o_proj", "down_proj", "fc_out"):
+        if name in ("o_proj", "linear_attn", "down_proj", "fc_out"):
             std /= math.sqrt(2 * config.num_blocks)
         return (std * jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32)).astype(dtype)
 
@@ -59,11 +59,23 @@ def check_params(config: ModelConfig, params: Params) -> None:
             raise ValueError(f"parameter {path} must be an array of shape {shape}, got {type(given[path]).__name__}")
         if tuple(given[path].shape) != shape:
             raise ValueError(f"parameter {path} has shape {tuple(given[path].shape)}, the config says {shape}")
-        if not is_kind(given[path], float):
+        if not (is_quantized(given[path]) or is_kind(given[path], float)):
             raise ValueError(
                 f"parameter {path} of shape {shape} has dtype {given[path].dtype}; parameters must be floating-point"
                 " numbers: cast them, or load the model that is not quantised"
             )
+
+
+def is_quantized(leaf: Any) -> bool:
+    """Whether a kernel is a `qwix.QArray`: int8 values and scales (`lsfuse.fusion.quantize`)."""
+    return hasattr(leaf, "qvalue")
+
+
+def check_trainable(params: Params) -> None:
+    """Raises ValueError if there are quantised kernels, through which no gradient goes."""
+    for path, leaf in traverse_util.flatten_dict(params, sep="/").items():
+        if is_quantized(leaf):
+            raise ValueError(f"parameter {path} is quantised; such a model can be run, but neither trained nor saved")
 
 
 def count_params(config: ModelConfig) -> int:
@@ -74,7 +86,7 @@ def unstack_blocks(config: ModelConfig, params: Params) -> list[dict[str, Array]
     """One dict of leaves per block, in order. Raises ValueError where parameters do not fit `config`."""
     check_params(config, params)
     return [
-        {name: leaf[i] for name, leaf in params["runs"][str(r)].items()}
+        {name: jax.tree.map(lambda x, i=i: x[i], leaf) for name, leaf in params["runs"][str(r)].items()}
         for r, (_, n) in enumerate(config.runs)
         for i in range(n)
     ]
@@ -90,7 +102,13 @@ def stack_blocks(config: ModelConfig, blocks: Sequence[dict[str, Array]]) -> dic
     start = 0
     for r, (_, n) in enumerate(config.runs):
         members = blocks[start : start + n]
-        runs[str(r)] = {name: jnp.stack([leaves[name] for leaves in members]) for name in members[0]}
+        for name in members[0]:
+            if len({is_quantized(leaves[name]) for leaves in members}) > 1:
+                raise ValueError(f"blocks {start} to {start + n - 1}: {name} is quantised in some of them only")
+        runs[str(r)] = {
+            name: jax.tree.map(lambda *parts: jnp.stack(parts), *(leaves[name] for leaves in members))
+            for name in members[0]
+        }
         start += n
     return runs
 

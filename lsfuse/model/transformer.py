@@ -20,6 +20,14 @@ from lsfuse.model.layers import rms_norm, softcap
 from lsfuse.model.params import check_params
 from lsfuse.model.rope import rope_tables
 from lsfuse.model.state import PrefixState, read_state
+from lsfuse.model.stream import (
+    block_input_backward,
+    end_backward,
+    end_stream,
+    stands_beside,
+    start_stream,
+    through_block,
+)
 from lsfuse.types import Array, Params
 
 
@@ -70,7 +78,7 @@ def embed_backward(grads: Params, config: ModelConfig, ids: Array, valid: Array,
 
 def block_params(params: Params, run: str, layer: Array | int) -> dict[str, Array]:
     """One block's leaves out of its run."""
-    return {k: lax.dynamic_index_in_dim(v, layer, 0, keepdims=False) for k, v in params["runs"][run].items()}
+    return jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, layer, 0, keepdims=False), dict(params["runs"][run]))
 
 
 def add_block_grads(grads: dict[str, Array], layer: Array | int, dp: dict[str, Array]) -> dict[str, Array]:
@@ -115,20 +123,27 @@ def run_blocks(
 
     keep: piece boundaries to return, by run and name, each stacked [blocks, ...]; "x" is a block's input.
     own_at: where in the state these tokens' own keys and values already stand (B = 1); None computes them.
+
+    Returns: (what block `upto` reads: the stream after the blocks, unless it stands beside the last; what was kept).
     """
     kept = {}
+    stream = start_stream(config, x)
     for run, block, count in _segments(config, upto):
 
-        def body(x, layer, run=run, block=block):
+        def body(stream, layer, run=run, block=block):
             known = None
             if own_at is not None and block.has_attention:
-                known = dict(zip("kv", read_state(context.state, run, layer, own_at, x.shape[1]), strict=True))
+                known = dict(zip("kv", read_state(context.state, run, layer, own_at, stream.x.shape[1]), strict=True))
             prefix, here = context.prefix(run, layer), at_block(config, int(run), layer, tokens)
-            y, saved = block_forward(config, block, block_params(params, run, layer), x, here, prefix, known)
-            return y, {name: saved[name] for name in keep if name in saved}
 
-        x, kept[run] = lax.scan(body, x, jnp.arange(count))
-    return x, kept
+            def one(x):
+                y, saved = block_forward(config, block, block_params(params, run, layer), x, here, prefix, known)
+                return y, {name: saved[name] for name in keep if name in saved}
+
+            return through_block(config, int(run), layer, stream, one)
+
+        stream, kept[run] = lax.scan(body, stream, jnp.arange(count))
+    return end_stream(config, stream, upto), kept
 
 
 def run_blocks_backward(
@@ -154,36 +169,38 @@ def run_blocks_backward(
 
     Returns: (cotangent of the input, grads, dstate).
     """
+    d = end_backward(config, dx, upto)
     for run, block, count in reversed(list(_segments(config, upto))):
         dprefix = (dstate.k[run], dstate.v[run]) if dstate is not None and block.has_attention else None
 
         def body(carry, layer, run=run, block=block):
-            dx, run_grads, dprefix = carry
+            d, run_grads, dprefix = carry
             saved = {name: _read_block(buffer, layer, kept_at) for name, buffer in kept[run].items()}
             own = None
             if block.has_attention and own_at is not None:
-                k, v = read_state(context.state, run, layer, own_at, dx.shape[1])
+                k, v = read_state(context.state, run, layer, own_at, d.x.shape[1])
                 saved = {**saved, "k": k, "v": v}
-                own = None if dkv is None else read_state(dkv, run, layer, jnp.int32(0), dx.shape[1])
-            dx, dp, dprefix = block_backward(
+                own = None if dkv is None else read_state(dkv, run, layer, jnp.int32(0), d.x.shape[1])
+            dinput, dp, dprefix = block_backward(
                 config,
                 block,
                 block_params(params, run, layer),
-                dx,
+                d.x,
                 saved,
                 at_block(config, int(run), layer, tokens),
                 context.prefix(run, layer),
                 dprefix,
                 own,
             )
-            return (dx, add_block_grads(run_grads, layer, dp), dprefix), None
+            d = block_input_backward(d, stands_beside(config, int(run), layer), dinput)
+            return (d, add_block_grads(run_grads, layer, dp), dprefix), None
 
-        carry = (dx, grads["runs"][run], dprefix)
-        (dx, run_grads, dprefix), _ = lax.scan(body, carry, jnp.arange(count), reverse=True)
+        carry = (d, grads["runs"][run], dprefix)
+        (d, run_grads, dprefix), _ = lax.scan(body, carry, jnp.arange(count), reverse=True)
         grads = {**grads, "runs": {**grads["runs"], run: run_grads}}
         if dstate is not None and dprefix is not None:
             dstate = PrefixState({**dstate.k, run: dprefix[0]}, {**dstate.v, run: dprefix[1]})
-    return dx, grads, dstate
+    return d.x, grads, dstate
 
 
 # --- a whole sequence, for everyday use -----------------------------------------------------------------------------

@@ -60,10 +60,14 @@ def _ffn(model: ModelConfig, block: BlockConfig) -> int:
     return _ffn_in(model, block) + 2 * model.hidden_size * block.ffn_width
 
 
+def _linear_map(model: ModelConfig, block: BlockConfig) -> int:
+    return 2 * model.hidden_size**2 if block.has_linear_map else 0
+
+
 def block_flops(model: ModelConfig, block: BlockConfig) -> int:
     """Forward FLOPs of one token through one block's projections and FFN."""
     attention = _attention_in(model, block) + _attention_out(model) if block.has_attention else 0
-    return attention + _ffn(model, block)
+    return attention + _linear_map(model, block) + _ffn(model, block)
 
 
 def _recomputed(model: ModelConfig, block: BlockConfig, policy: str) -> int:
@@ -73,6 +77,7 @@ def _recomputed(model: ModelConfig, block: BlockConfig, policy: str) -> int:
     if block.has_attention:
         again += 0 if "q" in names else _attention_in(model, block)
         again += 0 if "mid" in names else _attention_out(model)
+    again += 0 if "mid" in names else _linear_map(model, block)
     # gate and up; the down projection's output is not needed, but by a norm that follows it.
     if "gate" in names:
         return again

@@ -18,7 +18,7 @@ from jax import lax
 
 from lsfuse.checks import check_arrays
 from lsfuse.model.config import ModelConfig
-from lsfuse.model.params import check_params
+from lsfuse.model.params import check_params, check_trainable
 from lsfuse.model.state import PrefixState, init_state
 from lsfuse.model.transformer import Context
 from lsfuse.replay.batch import Batch
@@ -63,6 +63,7 @@ def grad_function(objective: Objective, model: ModelConfig, options: Options, br
 
     def f(params: Params, batch: Batch):
         check_params(model, params)
+        check_trainable(params)
         check_shapes(batch)
         if objective.prepare is not None:
             batch = objective.prepare(batch)

@@ -27,12 +27,13 @@ def kept_bytes_per_token(model: ModelConfig, policy: str, dtype, *, with_kv: boo
         width = {"x": model.hidden_size}
         if block.has_attention:
             width |= {"q": model.num_heads * model.head_dim, "o": model.num_heads * model.head_dim}
-            width |= {"mid": model.hidden_size}
-            if model.post_norms:
-                width["attended"] = model.hidden_size
             total += model.num_heads * wide * ("lse" in names)
             if with_kv:
                 width |= dict.fromkeys("kv", block.num_kv_heads * model.head_dim)
+        if block.has_mixer:
+            width["mid"] = model.hidden_size
+            if model.post_norms:
+                width["attended"] = model.hidden_size
         if block.has_ffn:
             width |= dict.fromkeys(ffn_boundaries(block), block.ffn_width)
             if model.post_norms:

@@ -17,6 +17,7 @@ from lsfuse.model.config import ModelConfig
 from lsfuse.model.layers import ATTENTION_IN, attention_in, rms_norm, subset
 from lsfuse.model.rope import rope_tables
 from lsfuse.model.state import PrefixState
+from lsfuse.model.stream import start_stream, through_block
 from lsfuse.model.transformer import embed, logits
 from lsfuse.replay.geometry import Options, make_geometry
 from lsfuse.replay.prefix import capture
@@ -160,25 +161,31 @@ def decode_step(
     The rows stand where the model's pieces have tokens: each piece treats tokens alike but for their positions.
     """
     x = embed(params, config, ids, valid)[None]
+    stream = start_stream(config, x)
     rope = rope_tables(config, positions, jnp.promote_types(x.dtype, jnp.float32))
     tokens = Tokens(rope, jnp.full(1, ids.shape[0], jnp.int32))
     for r, (block, count) in enumerate(config.runs):
         run = str(r)
 
         def body(carry, layer, run=run, block=block):
-            x, cache = carry
-            p, known = decode_params(params, run, layer, ids.shape[0]), None
+            stream, cache = carry
+            p = decode_params(params, run, layer, ids.shape[0])
             here = at_block(config, int(run), layer, tokens)
-            if block.has_attention:
-                q, k, v = attention_in(config, subset(p, ATTENTION_IN), x, here.rope)
-                o, cache = attend(run, layer, q, k, v, cache, Row(row.step, row.busy, here.rule))
-                known = {"q": q, "k": k, "v": v, "o": o, "lse": o}
-            return (block_forward(config, block, p, x, here, None, known)[0], cache), None
 
-        (x, cache), _ = lax.scan(body, (x, caches.get(run)), jnp.arange(count))
+            def one(x):
+                known, new = None, cache
+                if block.has_attention:
+                    q, k, v = attention_in(config, subset(p, ATTENTION_IN), x, here.rope)
+                    o, new = attend(run, layer, q, k, v, cache, Row(row.step, row.busy, here.rule))
+                    known = {"q": q, "k": k, "v": v, "o": o, "lse": o}
+                return block_forward(config, block, p, x, here, None, known)[0], new
+
+            return through_block(config, int(run), layer, stream, one), None
+
+        (stream, cache), _ = lax.scan(body, (stream, caches.get(run)), jnp.arange(count))
         if cache is not None:
             caches = {**caches, run: cache}
-    return logits(params, config, rms_norm(config, x[0], params["norm"])), caches
+    return logits(params, config, rms_norm(config, stream.x[0], params["norm"])), caches
 
 
 def decode(

@@ -1,0 +1,86 @@
+"""Rows of an analysis on disk as they are found, so that one that was interrupted goes on where it stopped.
+
+A folder belongs to one model and one text, whose SHA-256 it holds; another's is refused. Every row is a file that
+appears whole or not at all.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from lsfuse.fusion.texts import Texts
+from lsfuse.model.config import ModelConfig
+from lsfuse.types import Params
+
+
+def fingerprint(config: ModelConfig, params: Params, texts: Texts) -> dict[str, str]:
+    """SHA-256 of the model (its config and every bit of its weights) and of the texts."""
+    model = hashlib.sha256(json.dumps(dataclasses.asdict(config), sort_keys=True).encode())
+    for path, leaf in sorted(jax.tree_util.tree_flatten_with_path(params)[0], key=lambda item: str(item[0])):
+        array = np.ascontiguousarray(leaf)
+        model.update(f"{jax.tree_util.keystr(path)} {array.dtype.name} {array.shape}".encode())
+        model.update(array.reshape(-1).view(np.uint8).data)
+    text = hashlib.sha256(f"{texts.ids.shape}".encode())
+    for part in (texts.ids, texts.lengths):
+        text.update(np.ascontiguousarray(part, np.int64).tobytes())
+    return {"model": model.hexdigest(), "texts": text.hexdigest()}
+
+
+class Rows:
+    """Arrays by name in a folder: `get` what is there, `put` what was found.
+
+    settings: whatever else the rows depend on (the batch size), compared along with model and texts.
+
+    Raises: ValueError if the folder holds the rows of another model, other texts or other settings.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike, config: ModelConfig, params: Params, texts: Texts, **settings: Any
+    ) -> None:
+        self.folder = pathlib.Path(folder)
+        mine = {**fingerprint(config, params, texts), **{k: str(v) for k, v in settings.items()}}
+        file = self.folder / "rows.json"
+        if file.is_file():
+            theirs = json.loads(file.read_text())
+            for name in sorted(mine.keys() | theirs.keys()):
+                if mine.get(name) != theirs.get(name):
+                    raise ValueError(
+                        f"{self.folder} holds an analysis of another {name}: {_short(theirs.get(name))} there,"
+                        f" {_short(mine.get(name))} here; give another folder"
+                    )
+            return
+        if self.folder.is_dir() and any(p for p in self.folder.iterdir() if not p.name.endswith(".part")):
+            raise ValueError(f"{self.folder} holds files, but no rows.json of an analysis; give another folder")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, (json.dumps(mine, indent=2) + "\n").encode())
+
+    def get(self, name: str) -> np.ndarray | None:
+        file = self.folder / f"{name}.npy"
+        return np.load(file) if file.is_file() else None
+
+    def put(self, name: str, array: np.ndarray) -> None:
+        part = self.folder / f"{name}.npy.part"
+        with open(part, "wb") as f:
+            np.save(f, array)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, self.folder / f"{name}.npy")
+
+
+def write_atomic(file: pathlib.Path, content: bytes) -> None:
+    part = file.with_name(f"{file.name}.part")
+    with open(part, "wb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, file)
+
+
+def _short(value: str | None) -> str:
+    return "none" if value is None else value[:12]
