@@ -75,9 +75,8 @@ def one(config, workdir) -> None:
 def is_users(error: Exception) -> bool:
     """Whether a check of this repository, or the machine, says so: the innermost frame is not a library's."""
     last = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    return isinstance(error, OSError) or (
-        isinstance(error, ValueError | ArithmeticError) and last.is_relative_to(_ROOT)
-    )
+    ours = last.is_relative_to(_ROOT) and "site-packages" not in last.parts  # the environment may lie in the root
+    return isinstance(error, OSError) or (isinstance(error, ValueError | ArithmeticError | ImportError) and ours)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,10 @@ def make_objective(config: ConfigDict) -> Objective:
     given = {k: v for k, v in fields.items() if k != "name" and v is not None}
     for field in given:
         if field not in known:
-            raise ValueError(f'config.rl.objective.{field} is set, but "{fields.name}" has only {", ".join(known)}')
+            raise ValueError(
+                f'config.rl.objective.{field} is set, but the objective of that name, "{fields.name}", has only'
+                f" {', '.join(known)}"
+            )
     return factory(**given)
 
 
@@ -172,8 +175,8 @@ def check_sizes(config: ConfigDict, model: ModelConfig, task: Any) -> None:
     for stage in warm_start_stages(config, task):
         if stage.max_prompt + stage.max_response > context:
             raise ValueError(
-                f"warm start: prompts of {stage.max_prompt} and targets of {stage.max_response} tokens exceed the"
-                f" model's context of {context} positions"
+                f"config.warm_start.stages or steps: prompts of {stage.max_prompt} and targets of {stage.max_response}"
+                f" tokens exceed the model's context of {context} positions"
             )
 
 
