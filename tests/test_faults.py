@@ -1,5 +1,5 @@
-"""Faults over the quickstart: killed at random moments, a full disk, damaged files. It then resumes to the same bits, or
-ends in one line and loses nothing that was saved."""
+"""Faults over the quickstart: killed at random moments, a full disk, damaged files. It then resumes to the same bits,
+or ends in one line and loses nothing that was saved."""
 
 import errno
 import json
