@@ -78,8 +78,9 @@ def is_users(error: Exception) -> bool:
     """Whether a check of this repository, or the machine, says so: the innermost frame is not a library's. An
     ImportError with a name comes from an import statement; a check's has none."""
     last = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    ours = isinstance(error, ValueError | ArithmeticError) or (isinstance(error, ImportError) and error.name is None)
-    return isinstance(error, OSError) or (ours and last.is_relative_to(_ROOT))
+    ours = last.is_relative_to(_ROOT) and "site-packages" not in last.parts  # the environment may lie in the root
+    said = isinstance(error, ValueError | ArithmeticError) or (isinstance(error, ImportError) and error.name is None)
+    return isinstance(error, OSError) or (said and ours)
 
 
 if __name__ == "__main__":

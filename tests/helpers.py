@@ -308,7 +308,10 @@ _ORACLE: dict = {}
 
 
 def oracle_value_and_grad(key, name: str, config: ModelConfig, params, batch, prefix_grad="exact", temperature=1.0):
-    """The oracle's answer, kept for the rest of the session; key: a name for `params` and `batch` together."""
+    """The oracle's answer, kept for the rest of the session; key: a name for `params` and `batch` together, or None:
+    then it is not kept."""
+    if key is None:
+        return oracle.value_and_grad(objective(name), config, params, batch, prefix_grad, temperature)
     entry = (key, name, config, prefix_grad, temperature)
     if entry not in _ORACLE:
         _ORACLE[entry] = oracle.value_and_grad(objective(name), config, params, batch, prefix_grad, temperature)

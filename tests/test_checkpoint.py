@@ -137,6 +137,15 @@ def test_another_config_is_refused_with_every_field(tmp_path):
     assert "model.new: (absent) there, True here" in text and "train" not in text
 
 
+def test_fields_that_came_later_count_as_their_defaults(tmp_path):
+    fill(tmp_path)
+    later = {**CONFIG, "new": {"field": 3}}
+    restored = restore(Checkpoints(tmp_path, later, defaults={"seed": 9, "new": {"field": 3}}))
+    assert restored.step == 4
+    with pytest.raises(ConfigMismatch, match="new.field: 2 there, 3 here"):
+        Checkpoints(tmp_path, later, defaults={"new": {"field": 2}}).restore(abstract(make_state(0)))
+
+
 def test_config_differences_tell_types_apart():
     assert config_differences({"n": 1}, {"n": 1.0}) == ["n: 1 there, 1.0 here"]
     assert config_differences({"n": (1, 2), "m": {}}, {"n": [1, 2], "m": {}}) == []

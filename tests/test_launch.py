@@ -82,3 +82,24 @@ def test_every_config_says_how_ci_runs_it(repo_root):
     assert {"quickstart.py", "grpo_gsm8k.py"} <= names
     for file in files:
         assert isinstance(ci_flags(str(file)), tuple), pathlib.Path(file).name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments, code, message",
+    [
+        (["--config.rl.steps=-1"], 1, "config.rl.steps must be at least 0"),
+        (["--config.seed=99999999999"], 1, "config.seed must be between 0 and 4294967295"),
+        (["--config.rl.optimizer.trainable=[a-"], 1, "'[a-' is not a regular expression"),
+        (["--config.rl.num_generations=1"], 1, "num_generations is 1, but the baseline"),
+        (["--config.rl.objective.name=dpo"], 1, 'config.rl.objective.name is "dpo"'),
+        (["--config.model.path=~nobody/x"], 1, "there is no folder ~nobody/x"),
+        (["--config.warm_start.stages=((2,3),)"], 1, "config.warm_start.stages[0] must be"),
+        (["--sweep=rl.stepz=1,2"], 1, 'config has no field "rl.stepz"; did you mean "rl.steps"'),
+        (["--sweep=rl.steps=1,-1"], 1, "config.rl.steps must be at least 0"),
+    ],
+)
+def test_impossible_configs_are_one_line(launch, tmp_path, arguments, code, message):
+    """A handful of those that test_config_fuzz.py draws by the hundred, in a process as a person would."""
+    expect_one_line(launch(f"--workdir={tmp_path / 'new'}", *arguments), code, message)
+    assert not (tmp_path / "new").exists()

@@ -34,14 +34,14 @@ def wait(process: subprocess.Popen, code: int) -> str:
     return errors
 
 
-def outcome(workdir: pathlib.Path) -> dict:
+def outcome(workdir: pathlib.Path, config=CONFIG, last: int = LAST) -> dict:
     """Everything that must not depend on kills."""
-    setup = train.set_up(CONFIG)
+    setup = train.set_up(config)
     saved = json.loads((workdir / "config.json").read_text())
     params = jax.eval_shape(setup.load_params)
     template = abstract_state(params, setup.rl.optimizer, jax.random.key_data(jax.random.key(0)))
     restored = Checkpoints(workdir / "checkpoints", saved).restore(template)
-    assert restored is not None and restored.step == LAST
+    assert restored is not None and restored.step == last
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return {
         "state": [np.asarray(x).tobytes() for x in jax.tree.leaves(restored.state)],

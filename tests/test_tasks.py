@@ -134,11 +134,16 @@ def test_values_that_repeat():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_keys": 3}, "4 pairs need as many distinct keys, but num_keys is 3"),
+        ({"num_keys": 3}, "num_pairs 4 needs as many distinct keys, but num_keys is 3"),
         ({"num_values": 11}, "need num_values ≥ 12, got 11"),
         ({"prompt_length": 22}, "22 to 22 tokens; the shortest must hold the 23 tokens"),
         ({"min_prompt_length": 600}, "600 to 512"),
         ({"num_fillers": 0}, "num_fillers must be at least 1"),
+        ({"num_pairs": 2.0}, "num_pairs must be at least 1, a whole number, got 2.0"),
+        ({"seed": True}, "seed must be at least 0, a whole number, got True"),
+        ({"num_queries": 0}, "num_queries must be None or a whole number of at least 1, got 0"),
+        ({"distinct_values": 1}, "distinct_values must be True or False, got 1"),
+        ({"score": 3}, "score must be a function"),
         ({"num_pairs": 1, "answer_length": 1, "num_keys": 2, "num_values": 5}, "fewer than 64"),
     ],
 )

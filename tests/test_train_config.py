@@ -2,6 +2,7 @@
 
 import textwrap
 
+import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
@@ -19,6 +20,19 @@ def test_defaults_are_complete_and_valid():
         assert type(field.default) in field.allowed, name
         if field.choices:
             assert field.default is None or field.default in field.choices, name
+
+
+def test_a_field_given_twice_and_no_config_at_all():
+    with pytest.raises(ValueError, match="config.rl.steps is given twice, 3 and 4"):
+        train.resolve_config({"rl.steps": 3, "rl": {"steps": 4}})
+    for given in (3, [1], None, "rl"):
+        with pytest.raises(ValueError, match="a config is a ConfigDict or a dict of fields, got"):
+            train.resolve_config(given)
+
+
+def test_numpy_scalars_and_groups_that_are_config_dicts():
+    config = train.resolve_config({"seed": np.int64(3), "rl": ConfigDict({"temperature": np.float32(0.5)})})
+    assert (config.seed, config.rl.temperature) == (3, 0.5) and type(config.seed) is int
 
 
 def test_resolve_copies():
@@ -47,6 +61,12 @@ def test_resolve_copies():
         ({"replay": {"branch_batch": "x"}}, "config.replay.branch_batch must be of type None or int"),
         ({"model": {"path": 3}}, "config.model.path must be of type None or str"),
         ({"seed": None}, "config.seed must be of type int"),
+        ({"seed": 2**32}, "config.seed must be between 0 and 4294967295"),
+        ({"rl": {"steps": 2**31}}, "config.rl.steps must be at most 2147483647"),
+        ({"rl": {"steps": 10**5000}}, "config.rl.steps must be at most .*got a int too large to print"),
+        ({"rl": {"optimizer": {"learning_rate": 10**400}}}, "learning_rate must be finite .*got inf"),
+        ({"replay": {"branch_batch": "²"}}, "config.replay.branch_batch must be of type None or int"),
+        ({"warm_start": {"stages": (print,)}}, "config.warm_start.stages must hold numbers and texts only"),
     ],
 )
 def test_mistakes_are_named(given, message):

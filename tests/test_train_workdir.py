@@ -5,6 +5,7 @@ import multiprocessing
 
 import pytest
 
+from lsfuse import train
 from lsfuse.io.checkpoint_manifest import ConfigMismatch
 from lsfuse.train import workdir as files
 from lsfuse.train.metadata import git_state, run_metadata, what_changed
@@ -38,8 +39,37 @@ def test_used_directories(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json cannot be read"):
         files.check_workdir(tmp_path, {}, resume=True)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="config.json cannot be read .it holds a list, not an object.; put back"):
+        files.check_workdir(tmp_path, {}, resume=True)
     with pytest.raises(FileExistsError, match="is a file, not a work directory"):
         files.check_workdir(tmp_path / "notes.txt", {}, resume=True)
+
+
+def test_fields_that_came_after_a_run_count_as_their_defaults(tmp_path):
+    now = train.default_config().to_dict()
+    before = json.loads(json.dumps(now))
+    del before["rl"]["importance_cap"], before["report"]
+    (tmp_path / "config.json").write_text(json.dumps(before))
+    files.check_workdir(tmp_path, now, resume=True)
+    now["rl"]["importance_cap"], now["seed"] = 3.0, 1
+    with pytest.raises(ConfigMismatch) as error:
+        files.check_workdir(tmp_path, now, resume=True)
+    text = str(error.value)
+    assert "rl.importance_cap: 2.0 there, 3.0 here" in text and "seed: 0 there, 1 here" in text and "report" not in text
+    before["rl"]["gone"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(before))
+    with pytest.raises(ConfigMismatch, match=r"rl.gone: 1 there, \(absent\) here"):
+        files.check_workdir(tmp_path, train.default_config().to_dict(), resume=True)
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    path = tmp_path / "m.jsonl"
+    with files.JsonLines(path) as file:
+        file.write({"a": 1}, {"a": 2})
+        path.write_bytes(path.read_bytes().replace(b"2}", b"2)"))
+        with pytest.raises(ValueError, match="m.jsonl, line 2: not JSON"):
+            file.read()
 
 
 def _hold(path, ready, done):

@@ -105,6 +105,11 @@ class _Groups(Sequence):
         raise NotImplementedError
 
     @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Branches of every group."""
+        return tuple(size for _, _, size in self._sizes)
+
+    @property
     def largest(self) -> tuple[int, int, int]:
         """(tokens of the longest prompt, of the longest response, branches of the largest group)."""
         prompts, responses, sizes = zip(*self._sizes, strict=True)

@@ -61,25 +61,40 @@ class RetrievalTask:
     score: Reward = token_match
 
     def __post_init__(self):
-        for name in ("num_pairs", "answer_length", "num_values", "num_fillers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"RetrievalTask.{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("prompt_length", "num_pairs", "answer_length", "num_values", "num_fillers", "num_keys", "seed"):
+            value, low = getattr(self, name), 0 if name == "seed" else 1
+            if not _is_int(value) or value < low:
+                raise ValueError(f"RetrievalTask.{name} must be at least {low}, a whole number, got {value!r}")
+        for name in ("min_prompt_length", "num_queries"):
+            value = getattr(self, name)
+            if value is not None and not (_is_int(value) and value >= 1):
+                raise ValueError(f"RetrievalTask.{name} must be None or a whole number of at least 1, got {value!r}")
+        if type(self.distinct_values) is not bool:
+            raise ValueError(f"RetrievalTask.distinct_values must be True or False, got {self.distinct_values!r}")
+        if not callable(self.score):
+            raise ValueError(f"RetrievalTask.score must be a function (example, completion), got {self.score!r}")
         if self.num_keys < self.num_pairs:
             raise ValueError(
-                f"RetrievalTask: {self.num_pairs} pairs need as many distinct keys, but num_keys is {self.num_keys}"
+                f"RetrievalTask: num_pairs {self.num_pairs} needs as many distinct keys, but num_keys is"
+                f" {self.num_keys}"
             )
         if self.distinct_values and self.num_values < self.num_pairs * self.answer_length:
             raise ValueError(
-                f"RetrievalTask: {self.num_pairs} pairs of {self.answer_length} distinct values need num_values ≥"
-                f" {self.num_pairs * self.answer_length}, got {self.num_values}; or set distinct_values=False"
+                f"RetrievalTask: num_pairs {self.num_pairs} of answer_length {self.answer_length} distinct values"
+                f" need num_values ≥ {self.num_pairs * self.answer_length}, got {self.num_values}; or set"
+                " distinct_values=False"
             )
-        if self.num_keys * self.num_values**self.answer_length < 64:
-            raise ValueError("RetrievalTask: fewer than 64 possible (key, value) pairs leave too few to hold out")
         shortest = self.prompt_length if self.min_prompt_length is None else self.min_prompt_length
         if not self._needed <= shortest <= self.prompt_length:
             raise ValueError(
                 f"RetrievalTask: prompts of {shortest} to {self.prompt_length} tokens; the shortest must hold the"
-                f" {self._needed} tokens of {self.num_pairs} pairs and the question, and not exceed prompt_length"
+                f" {self._needed} tokens of num_pairs {self.num_pairs} with values of answer_length"
+                f" {self.answer_length} and of the question; min_prompt_length must not exceed prompt_length"
+            )
+        if self.num_keys * self.num_values ** min(self.answer_length, 6) < 64:
+            raise ValueError(
+                f"RetrievalTask: num_keys {self.num_keys}, num_values {self.num_values} and answer_length"
+                f" {self.answer_length} make fewer than 64 (key, value) pairs, which leaves too few to hold out"
             )
 
     @property
@@ -189,6 +204,10 @@ class RetrievalTask:
             if allowed:
                 return keys.tolist(), values.tolist(), allowed
         raise ValueError("RetrievalTask: its alphabets hold no pair for this split; make num_values larger")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _is_held_out(key: int, value: np.ndarray) -> bool:

@@ -49,13 +49,21 @@ class Checkpoints:
         directory: made by the first save.
         config: the run's resolved config, JSON-able. A checkpoint of another one is refused.
         keep: how many to keep; older ones are deleted once a newer one is complete.
+        defaults: what fields of the config count as that a checkpoint lacks, because they came after it; None: as
+            differences.
     """
 
-    def __init__(self, directory: str | pathlib.Path, config: Mapping[str, Any], keep: int = 3):
+    def __init__(
+        self,
+        directory: str | pathlib.Path,
+        config: Mapping[str, Any],
+        keep: int = 3,
+        defaults: Mapping[str, Any] | None = None,
+    ):
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self.directory = pathlib.Path(directory).absolute()
-        self._config = config
+        self._config, self._defaults = config, defaults
         self._keep = keep
 
     def path(self, step: int) -> pathlib.Path:
@@ -136,7 +144,7 @@ class Checkpoints:
             stored = _unnest(metadata.metadata["state"])
         if manifest.step != step:
             raise CorruptCheckpoint(f"its manifest is of step {manifest.step}")
-        check_config(manifest.config, self._config, str(path))
+        check_config(manifest.config, self._config, str(path), self._defaults)
         if callable(template):
             template = template(manifest.info)
         names, (leaves, treedef) = leaf_names(template), jax.tree.flatten(template)

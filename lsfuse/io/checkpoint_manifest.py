@@ -134,9 +134,21 @@ def config_differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> lis
     return lines
 
 
-def check_config(saved: Mapping[str, Any], mine: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigMismatch, listing every field that differs, if `where` holds a run of another config."""
-    lines = config_differences(saved, mine)
+def missing_fields(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted name -> default of the fields that `saved`, a config from before they existed, lacks."""
+    have = flatten_config(saved)
+    return {name: value for name, value in flatten_config(defaults).items() if name not in have}
+
+
+def check_config(
+    saved: Mapping[str, Any], mine: Mapping[str, Any], where: str, defaults: Mapping[str, Any] | None = None
+) -> None:
+    """Raises ConfigMismatch, listing every field that differs, if `where` holds a run of another config.
+
+    defaults: of the fields of today. Those that `saved` lacks, because they came after it, count as these.
+    """
+    came_later = {k: v for k, v in missing_fields(saved, defaults or {}).items() if k in flatten_config(mine)}
+    lines = config_differences({**came_later, **flatten_config(saved)}, mine)
     if lines:
         raise ConfigMismatch(
             f"{where} belongs to a run with another config; {'; '.join(lines)}. Take another work directory, or the"

@@ -66,7 +66,7 @@ def load_hf(
 
 def resolve_hf(path_or_hub_id: str | os.PathLike, revision: str | None = None) -> Path:
     """The folder that holds the checkpoint: the path itself, or where the hub's files were put."""
-    folder = Path(path_or_hub_id).expanduser()
+    folder = Path(os.path.expanduser(path_or_hub_id))  # Path.expanduser raises for a user who does not exist
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -87,7 +87,7 @@ def resolve_hf(path_or_hub_id: str | os.PathLike, revision: str | None = None) -
     except Exception as error:
         raise OSError(
             f"there is no folder {folder}, and fetching {path_or_hub_id!r} (revision {revision or 'main'}) from the hub"
-            f" failed: {error}"
+            f" failed: {' '.join(str(error).split())}"
         ) from error
 
 

@@ -113,7 +113,8 @@ def trunk_backward(
     dstate: PrefixState | None,
     down_at: Array,
 ) -> tuple[Params, PrefixState | None]:
-    """Backward of the trunk: from its log-probs and entropies, [1, 1, R], and from what the tails left for its keys and values.
+    """Backward of the trunk: from its log-probs and entropies, [1, 1, R], and from what the tails left for its keys and
+    values.
 
     context: the prompt's state, whose next positions hold the trunk's own keys and values. down_at: where in `dstate`
     their cotangents stand; they are zeroed, for the prompt's last chunk reads beyond its own end.

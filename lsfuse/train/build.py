@@ -1,9 +1,10 @@
 """From a resolved config to the objects of a run: task, model, parameters, objective."""
 
+import contextlib
 import dataclasses
 import inspect
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,7 +22,20 @@ from lsfuse.types import Params
 
 def make_tokenizer(config: ConfigDict) -> Any | None:
     """The checkpoint's tokenizer, or None without one."""
-    return None if config.model.path is None else io.Tokenizer.load(config.model.path)
+    if (path := config.model.path) is None:
+        return None
+    with _naming_path(path):
+        return io.Tokenizer.load(path)
+
+
+@contextlib.contextmanager
+def _naming_path(path: str) -> Iterator[None]:
+    """Errors about a checkpoint's files say which field gave the folder."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        kind = next(k for k in (FileNotFoundError, OSError, ImportError, ValueError) if isinstance(error, k))
+        raise kind(f"config.model.path {path!r}: {error}") from error
 
 
 def make_task(config: ConfigDict, tokenizer: Any | None) -> Any:
@@ -83,9 +97,10 @@ def make_model(config: ConfigDict, tokenizer: Any) -> tuple[ModelConfig, Callabl
     """
     dtype, path = jnp.dtype(config.dtype), config.model.path
     if path is not None:
-        model = io.read_config(io.resolve_hf(path))
-        if tokenizer is not None:
-            io.check_vocab(tokenizer, model)
+        with _naming_path(path):
+            model = io.read_config(io.resolve_hf(path))
+            if tokenizer is not None:
+                io.check_vocab(tokenizer, model)
         return model, lambda: io.load_hf(path, dtype=dtype)[1]
     if tokenizer is None:
         raise ValueError(
@@ -129,7 +144,10 @@ def make_objective(config: ConfigDict) -> Objective:
     given = {k: v for k, v in fields.items() if k != "name" and v is not None}
     for field in given:
         if field not in known:
-            raise ValueError(f'config.rl.objective.{field} is set, but "{fields.name}" has only {", ".join(known)}')
+            raise ValueError(
+                f'config.rl.objective.{field} is set, but the objective of that name, "{fields.name}", has only'
+                f" {', '.join(known)}"
+            )
     return factory(**given)
 
 
@@ -199,8 +217,8 @@ def check_sizes(config: ConfigDict, model: ModelConfig, task: Any) -> None:
     for stage in warm_start_stages(config, task):
         if stage.max_prompt + stage.max_response > context:
             raise ValueError(
-                f"warm start: prompts of {stage.max_prompt} and targets of {stage.max_response} tokens exceed the"
-                f" model's context of {context} positions"
+                f"config.warm_start.stages or steps: prompts of {stage.max_prompt} and targets of {stage.max_response}"
+                f" tokens exceed the model's context of {context} positions"
             )
 
 

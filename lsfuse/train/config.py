@@ -1,15 +1,17 @@
 """From a config, as a person wrote it, to one that is complete and checked."""
 
-import copy
 import difflib
 import importlib.util
+import json
+import math
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from ml_collections import ConfigDict
 
-from lsfuse.train.schema import SCHEMA, Field, default_config, fields
+from lsfuse.train.schema import LARGEST_INT, SCHEMA, Field, default_config, fields
 
 
 def load_config(path: str | pathlib.Path, overrides: Mapping[str, Any] | None = None) -> ConfigDict:
@@ -56,11 +58,12 @@ def resolve_config(config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
     """A complete copy of `config`, checked: what it leaves out has its default.
 
     Raises:
-        ValueError: an unknown field (the nearest valid name is in the message), a value of another type, out of range
-            or not among the valid ones.
+        ValueError: an unknown field (the nearest valid name is in the message), one given twice, a value of another
+            type, out of range or not among the valid ones.
     """
-    given = config.to_dict() if isinstance(config, ConfigDict) else copy.deepcopy(dict(config))
-    known, flat = fields(), _flatten(given, SCHEMA)
+    if not isinstance(config, ConfigDict | Mapping):
+        raise ValueError(f"a config is a ConfigDict or a dict of fields, got {_shown(config)}")
+    known, flat = fields(), _flatten(config, SCHEMA)
     check_fields(flat)
     resolved = default_config()
     for name, value in flat.items():
@@ -68,14 +71,16 @@ def resolve_config(config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
     return resolved
 
 
-def _flatten(config: Mapping[str, Any], schema: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten(config: ConfigDict | Mapping[str, Any], schema: Any, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in config.items():
         inner = schema.get(key) if isinstance(schema, Mapping) else None
-        if isinstance(value, Mapping) and not isinstance(inner, Field):
-            flat |= _flatten(value, inner, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+        group = isinstance(value, ConfigDict | Mapping) and not isinstance(inner, Field)
+        more = _flatten(value, inner, f"{prefix}{key}.") if group else {f"{prefix}{key}": value}
+        if twice := more.keys() & flat.keys():
+            name = min(twice)
+            raise ValueError(f"config.{name} is given twice, {_shown(flat[name])} and {_shown(more[name])}")
+        flat |= more
     return flat
 
 
@@ -91,24 +96,45 @@ def _checked(name: str, value: Any, field: Field) -> Any:
         and type(None) in field.allowed
     ):
         value = None
-    if isinstance(value, str) and int in field.allowed and value.strip().isdigit():
+    if isinstance(value, np.generic):
+        value = value.item()  # from a notebook's np.arange or np.logspace
+    if isinstance(value, str) and int in field.allowed and len(value) < 20 and value.strip().isdecimal():
         value = int(value)  # the command line cannot tell "4" from 4
     if isinstance(value, list) and tuple in field.allowed:
         value = tuple(value)
     if type(value) is int and float in field.allowed and int not in field.allowed:
-        value = float(value)
+        value = float(value) if abs(value) < 2**1023 else math.inf if value > 0 else -math.inf
     if type(value) not in field.allowed:
         expected = " or ".join("None" if t is type(None) else t.__name__ for t in field.allowed)
-        raise ValueError(f"config.{name} must be of type {expected} ({field.help}), got {value!r}")
+        raise ValueError(f"config.{name} must be of type {expected} ({field.help}), got {_shown(value)}")
     if field.choices and value is not None and value not in field.choices:
         near = difflib.get_close_matches(str(value), field.choices, 1, 0.4)
         hint = f'; did you mean "{near[0]}"?' if near else ""
-        raise ValueError(f"config.{name} must be one of {', '.join(field.choices)}, got {value!r}{hint}")
+        raise ValueError(f"config.{name} must be one of {', '.join(field.choices)}, got {_shown(value)}{hint}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         low, high = field.minimum, field.maximum
         if (low is not None and not value >= low) or (high is not None and not value <= high):
             bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise ValueError(f"config.{name} must be {bounds} ({field.help}), got {value!r}")
+            raise ValueError(f"config.{name} must be {bounds} ({field.help}), got {_shown(value)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"config.{name} must be finite ({field.help}), got {value}")
+        if isinstance(value, int) and high is None and not -LARGEST_INT <= value <= LARGEST_INT:
+            raise ValueError(f"config.{name} must be at most {LARGEST_INT} ({field.help}), got {_shown(value)}")
+    if isinstance(value, tuple):
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"config.{name} must hold numbers and texts only ({field.help}): {error}") from None
     if field.check is not None:
         field.check(f"config.{name}", value)
     return value
+
+
+def _shown(value: Any, limit: int = 80) -> str:
+    """A value on one short line, whatever it is."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits; tuples in tuples without end
+        text = f"a {type(value).__name__} too large to print"
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"

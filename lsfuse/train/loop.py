@@ -6,11 +6,12 @@ checkpoint on resume. So a run that is killed at any moment and resumed computes
 
 import contextlib
 import dataclasses
+import errno
 import json
 import pathlib
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,10 +22,10 @@ from ml_collections import ConfigDict
 
 from lsfuse import io, replay
 from lsfuse.io.checkpoint import Checkpoints
-from lsfuse.io.checkpoint_manifest import CheckpointError
+from lsfuse.io.checkpoint_manifest import CheckpointError, missing_fields
 from lsfuse.model import ModelConfig
 from lsfuse.replay.objective import ObjectiveFn
-from lsfuse.train import build
+from lsfuse.train import build, checks
 from lsfuse.train import workdir as files
 from lsfuse.train.config import resolve_config
 from lsfuse.train.measure import compare
@@ -34,6 +35,7 @@ from lsfuse.train.profile import Profiler
 from lsfuse.train.progress import Progress
 from lsfuse.train.report import format_summary, parameter_change, summarize, write_report
 from lsfuse.train.rollout import evaluate
+from lsfuse.train.schema import default_config
 from lsfuse.train.tensorboard import Events, require_tensorboard
 from lsfuse.types import Params
 
@@ -89,9 +91,12 @@ def set_up(
     model, load_params = build.make_model(config, tokenizer)
     build.check_sizes(config, model, task)
     build.check_trainable(config, model)
+    checks.check_groups(config, task)
     if objective is None:
         build.check_group_size(config)
+        checks.check_objective(config, task)
         objective = build.make_objective(config)
+    checks.check_correction(config, task)
     if workdir is not None and resume and config.replay.prefix_activations == "auto":
         before = files.saved_config(pathlib.Path(workdir)) or {}
         config.replay.prefix_activations = before.get("replay", {}).get("prefix_activations", "auto")
@@ -101,6 +106,7 @@ def set_up(
         files.check_workdir(pathlib.Path(workdir), saved, resume)
     reward_fn = reward_fn or getattr(task, "reward", None)
     stages = build.warm_start_stages(config, task)
+    checks.check_warm_start(config, task, stages)
     warm_start = WarmStart(config, model, stages) if stages else None
     rl = GroupRL(config, model, task, reward_fn, objective, optimizer)
     optimizers = {"rl": rl.optimizer} | ({} if warm_start is None else {"warm_start": warm_start.optimizer})
@@ -138,9 +144,10 @@ def run(
             `[tensorboard]`). It is no part of the config: a run may be resumed with or without it.
 
     Raises:
-        ImportError: `tensorboard` without tensorboardX.
         ValueError, FileExistsError, FileNotFoundError: anything wrong with what was given, before any work.
+        ImportError: a model named by a hub id, or `tensorboard`, without the extra that it needs.
         CheckpointError: a checkpoint cannot be written (the ones before are untouched) or none can be read.
+        OSError: a full disk; what was saved is untouched, and `resume` goes on from it.
         FloatingPointError: loss or gradient is not finite.
     """
     if tensorboard:
@@ -148,7 +155,7 @@ def run(
     workdir = pathlib.Path(workdir).absolute()
     given = {"task": task, "reward_fn": reward_fn, "objective": objective, "optimizer": optimizer}
     setup = set_up(config, workdir, **given, resume=resume)
-    with files.locked(workdir):
+    with _full_disk(workdir), files.locked(workdir):
         files.check_workdir(workdir, setup.saved, resume)  # nobody came in between
         _write_run_files(workdir, setup.saved)
         with contextlib.ExitStack() as stack:
@@ -158,6 +165,18 @@ def run(
             return _Run(setup, workdir, metrics, samples, progress, profile, events).run()
 
 
+@contextlib.contextmanager
+def _full_disk(workdir: pathlib.Path) -> Iterator[None]:
+    """Says which disk is full, and what to do; the system's own error names no file where a write fails."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        message = f"{error.strerror}: {error.filename or workdir}; make room and continue with --resume"
+        raise OSError(errno.ENOSPC, message) from error
+
+
 def _name(thing: Any) -> str:
     kind = thing if hasattr(thing, "__qualname__") else type(thing)
     own = getattr(thing, "name", "")
@@ -165,10 +184,16 @@ def _name(thing: Any) -> str:
 
 
 def _write_run_files(workdir: pathlib.Path, saved: dict[str, Any]) -> None:
-    if not (workdir / files.CONFIG).exists():
+    before = files.saved_config(workdir)
+    late = missing_fields(before, default_config().to_dict()) if before else {}
+    if late:
+        listed = ", ".join(f"{name} = {value!r}" for name, value in late.items())
+        warnings.warn(f"{workdir} is of before some fields existed; it goes on with {listed}", stacklevel=3)
+    if not before or late:
         files.write_atomic(workdir / files.CONFIG, json.dumps(saved, indent=2) + "\n")
     path, now = workdir / "run.json", run_metadata()
-    sessions = json.loads(path.read_text())["sessions"] if path.exists() else []
+    cure = "it only says what earlier sessions ran on: delete it, and continue with --resume"
+    sessions = files.read_object(path, cure).get("sessions", []) if path.exists() else []
     for line in what_changed(sessions[-1], now) if sessions else []:
         warnings.warn(f"since the last session of this run, {line}; the bits may differ", stacklevel=3)
     files.write_atomic(path, json.dumps({"sessions": [*sessions, now]}, indent=2) + "\n")
@@ -191,8 +216,9 @@ class _Run:
         self.events = events
         self.config, self.model = setup.config, setup.model
         self.key = jax.random.key(self.config.seed)
-        self.checkpoints = Checkpoints(workdir / "checkpoints", setup.saved, self.config.checkpoint.keep)
-        self.start = Checkpoints(workdir / "start", setup.saved, 1)
+        defaults = default_config().to_dict()
+        self.checkpoints = Checkpoints(workdir / "checkpoints", setup.saved, self.config.checkpoint.keep, defaults)
+        self.start = Checkpoints(workdir / "start", setup.saved, 1, defaults)
         self.progress = Progress(progress)
         self.profiler = Profiler(workdir / "profile") if profile else None
         self.warm_start, self.rl = setup.warm_start, setup.rl
@@ -207,6 +233,8 @@ class _Run:
             state, done, begins = self._begin_rl(state.params, state.position), 0, True
         if self.setup.reference:
             self.rl.ref_params = self.start_params()
+        elif self.config.report.parameter_change and not begins:
+            self.start_params()  # damage there is found now, not after the last step
         if begins:
             self._evaluate(state, 0)
             if self.warm_start is not None:
@@ -305,6 +333,7 @@ class _Run:
             file.cut(sizes.get(file.path.name, 0))
         if self.events is not None:
             self.events.start(self.metrics.read())
+        self.metrics.read()  # damage there is found now, not after the last step
         if restored is None:
             params = self.setup.load_params()
             if self.warm_start is None:

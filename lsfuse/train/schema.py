@@ -16,6 +16,9 @@ from lsfuse.replay import PREFIXES
 from lsfuse.rl import BASELINES, DPO_LOSS_TYPES, IMPORTANCE_LEVELS, KL_KINDS, LOSS_AGG_MODES, SCALES
 from lsfuse.train.optimizer_names import check_name
 
+# Sizes, steps and positions are int32 on a device: the bound of every int field that names no maximum of its own.
+LARGEST_INT = 2**31 - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Field:
@@ -61,7 +64,7 @@ def _optimizer(learning_rate: float) -> dict[str, Field]:
 
 
 SCHEMA: dict[str, Any] = {
-    "seed": Field(0, "of everything random: parameters, order of examples, sampling", minimum=0),
+    "seed": Field(0, "of everything random: parameters, order of examples, sampling", minimum=0, maximum=2**32 - 1),
     "dtype": Field(
         "float32", "of the parameters and all that follows them", choices=("float32", "bfloat16", "float16")
     ),
@@ -70,7 +73,7 @@ SCHEMA: dict[str, Any] = {
             None, "folder (or hub id) in Hugging Face layout; None: random parameters, shapes as below", (str,)
         ),
         "hidden_size": Field(128, "D", minimum=1),
-        "num_blocks": Field(2, "blocks, all alike", minimum=1),
+        "num_blocks": Field(2, "blocks, all alike", minimum=1, maximum=10_000),
         "num_heads": Field(4, "query heads", minimum=1),
         "num_kv_heads": Field(2, "key and value heads", minimum=1),
         "head_dim": Field(32, "H, even", minimum=2),
@@ -86,11 +89,13 @@ SCHEMA: dict[str, Any] = {
             "min_prompt_length": Field(None, "shortest prompt; None: all have prompt_length", (int,), minimum=1),
             "num_pairs": Field(4, "key-value pairs in a prompt", minimum=1),
             "answer_length": Field(3, "symbols of a value", minimum=1),
-            "num_keys": Field(8, "alphabet of keys", minimum=1),
-            "num_values": Field(16, "alphabet of values", minimum=1),
-            "num_fillers": Field(4, "alphabet of fillers", minimum=1),
+            "num_keys": Field(8, "alphabet of keys", minimum=1, maximum=1_000_000),
+            "num_values": Field(16, "alphabet of values", minimum=1, maximum=1_000_000),
+            "num_fillers": Field(4, "alphabet of fillers", minimum=1, maximum=1_000_000),
             "distinct_values": Field(True, "no value symbol twice in a prompt"),
-            "num_queries": Field(None, "questions in a supervised target; None: as many as there are pairs", (int,)),
+            "num_queries": Field(
+                None, "questions in a supervised target; None: as many as there are pairs", (int,), minimum=1
+            ),
         },
         "gsm8k": {
             "train_path": Field(None, "jsonl with question and answer", (str,)),
@@ -183,7 +188,7 @@ SCHEMA: dict[str, Any] = {
         "optimizer": _optimizer(1e-3),
     },
     "replay": {
-        "prefix_grad": Field("exact", '"exact", "stop", or how many prompt tokens carry gradient', (int,)),
+        "prefix_grad": Field("exact", '"exact", "stop", or how many prompt tokens carry gradient', (int,), minimum=1),
         "prefix": Field(
             "prompt", "what a group shares: the prompt, or also what all its responses begin with", choices=PREFIXES
         ),
@@ -194,7 +199,9 @@ SCHEMA: dict[str, Any] = {
         "prefix_activations": Field(
             "auto", "keep or recompute the prompt's; auto: by memory_budget", choices=("auto", "keep", "recompute")
         ),
-        "memory_budget": Field(None, "bytes for kept activations; None: half of the memory", (int,), minimum=0),
+        "memory_budget": Field(
+            None, "bytes for kept activations; None: half of the memory", (int,), minimum=0, maximum=2**63 - 1
+        ),
     },
     "eval": {
         "every": Field(50, "RL steps between evaluations; 0: only before and after", minimum=0),

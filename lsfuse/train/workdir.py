@@ -15,7 +15,9 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lsfuse.data.jsonl import read_jsonl
 from lsfuse.io.checkpoint_manifest import check_config
+from lsfuse.train.schema import default_config
 
 CONFIG = "config.json"
 LOCK = ".lock"
@@ -37,7 +39,7 @@ def check_workdir(workdir: pathlib.Path, config: Mapping[str, Any] | None, resum
 
     Raises:
         FileExistsError: it holds something and `resume` is false, or something that is no run.
-        ConfigMismatch: it holds a run of another config.
+        ConfigMismatch: it holds a run of another config. Fields that came after the run count as their defaults.
     """
     if workdir.exists() and not workdir.is_dir():
         raise FileExistsError(f"{workdir} is a file, not a work directory")
@@ -53,7 +55,7 @@ def check_workdir(workdir: pathlib.Path, config: Mapping[str, Any] | None, resum
     if saved is None:
         raise FileExistsError(f"{workdir} holds {', '.join(held[:3])}, but no {CONFIG}: no run was started in it")
     if config is not None:
-        check_config(saved, config, f"work directory {workdir}")
+        check_config(saved, config, f"work directory {workdir}", default_config().to_dict())
 
 
 def _mine_but_empty(name: str) -> bool:
@@ -62,14 +64,22 @@ def _mine_but_empty(name: str) -> bool:
 
 
 def saved_config(workdir: pathlib.Path) -> dict[str, Any] | None:
-    """The resolved config of the run in `workdir`, None if there is none."""
+    """The resolved config of the run in `workdir`, None if there is none. Raises ValueError if it is damaged."""
     path = workdir / CONFIG
     if not path.is_file():
         return None
+    return read_object(path, "put back the config that the run wrote there, or take another work directory")
+
+
+def read_object(path: pathlib.Path, cure: str) -> dict[str, Any]:
+    """The JSON object in a file that a run wrote. Raises ValueError, ending in `cure`, if it is damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read ({error}); it is not a config that a run wrote") from None
+        raise ValueError(f"{path} cannot be read ({error}); {cure}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} cannot be read (it holds a {type(value).__name__}, not an object); {cure}")
+    return value
 
 
 @contextlib.contextmanager
@@ -129,4 +139,5 @@ class JsonLines:
         os.fsync(self._file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+        """All records. Raises ValueError, naming the line, for one that is damaged."""
+        return [record for _, record in read_jsonl(self.path)]

@@ -1,0 +1,113 @@
+"""Combinations of fields that no run could use: refused before any work, not at the step that would meet them."""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from lsfuse import data
+from lsfuse.train.build import Stage, advantage_options
+
+
+def check_objective(config: ConfigDict, task: Any) -> None:
+    """Raises ValueError if the config's objective, or its baseline, cannot be computed from the groups of `task`."""
+    name, options = config.rl.objective.name, advantage_options(config)
+    offline = not hasattr(task, "example")
+    if name == "dpo":
+        if not offline:
+            raise ValueError(
+                'config.rl.objective.name is "dpo", which reads pairs (chosen, rejected) of groups sampled elsewhere:'
+                f' set config.task.name to "groups"; {type(task).__name__} samples responses that are no pairs'
+            )
+        odd = next((i for i, size in _sizes(task) if size % 2), None)
+        if odd is not None:
+            raise ValueError(
+                f'{_where(task, odd)}: objective "dpo" reads pairs (chosen, rejected, …), but the group has'
+                f" {task[odd].size} responses; group sizes must be even"
+            )
+    if name in ("dpo", "nll"):
+        return
+    if options["baseline"] == "none" and options["scale"] == "std":
+        raise ValueError(
+            'config.rl.advantage_baseline "none" does not go with advantage_scale "std" (equal rewards would be divided'
+            ' by nothing); set config.rl.advantage_scale to "none"'
+        )
+    if not offline:
+        return
+    if task[0].rewards is None and task[0].advantages is None:
+        raise ValueError(f'{_where(task, 0)}: objective "{name}" needs rewards, and the group has none')
+    one = next((i for i, size in _sizes(task) if size == 1), None)
+    if one is not None and options["baseline"] == "leave_one_out":
+        raise ValueError(
+            f'{_where(task, one)}: the group has one response, but the baseline "leave_one_out" of "{name}" is the mean'
+            ' of the others; leave the group out, or set config.rl.advantage_baseline to "batch"'
+        )
+
+
+def check_groups(config: ConfigDict, task: Any) -> None:
+    """Raises ValueError for groups sampled elsewhere that do not fit the run, and for fields that act on sampling."""
+    fields, offline = config.rl, not hasattr(task, "example")
+    if offline:
+        if not len(task):
+            raise ValueError("there are no groups to train on")
+        if isinstance(task, data.JsonlGroups):
+            names = ("max_prompt", "max_response", "num_generations")
+            for name, needed in zip(names, task.largest, strict=True):
+                if needed > fields[name]:
+                    raise ValueError(f"config.rl.{name} is {fields[name]}, but the groups of {task.path} need {needed}")
+        for name in ("dynamic_sampling", "overlong_buffer"):
+            if fields[name]:
+                raise ValueError(f"config.rl.{name} is {fields[name]}, but groups sampled elsewhere are not sampled")
+    if fields.dynamic_sampling and fields.num_generations == 1:
+        raise ValueError(
+            f"config.rl.dynamic_sampling is {fields.dynamic_sampling}, but a group of num_generations 1 never has"
+            " rewards that differ; take two or more"
+        )
+    if (buffer := fields.overlong_buffer) is not None and buffer > fields.max_response:
+        raise ValueError(f"config.rl.overlong_buffer {buffer} exceeds config.rl.max_response {fields.max_response}")
+
+
+def check_correction(config: ConfigDict, task: Any) -> None:
+    """Raises ValueError for an importance correction of nothing, or by nothing."""
+    fields = config.rl
+    if (level := fields.importance_correction) == "none":
+        return
+    name = fields.objective.name
+    where = f'config.rl.importance_correction is "{level}", but'
+    if name in ("dpo", "nll"):
+        raise ValueError(f'{where} it weights advantages, and objective "{name}" has none')
+    if name == "gspo" and level == "token":
+        raise ValueError(f'{where} objective "gspo" takes one weight a response; set it to "sequence"')
+    if not fields.importance_cap > 0:
+        raise ValueError(f"{where} config.rl.importance_cap, the largest weight, is {fields.importance_cap}")
+    if not hasattr(task, "example") and task[0].old_per_token_logps is None:
+        raise ValueError(
+            f"{where} the groups have no old_logps, the log-probs of the engine that sampled them ({_where(task, 0)})"
+        )
+
+
+def check_warm_start(config: ConfigDict, task: Any, stages: list[Stage]) -> None:
+    """Raises ValueError if the task has no supervised targets, or they are longer than config.warm_start allows."""
+    if stages and not hasattr(task, "example"):
+        raise ValueError(
+            "config.warm_start.steps or stages ask for a warm start, but groups sampled elsewhere have no supervised"
+            ' targets; objective "nll" trains on their responses'
+        )
+    for stage in stages:
+        if hasattr(stage.task, "max_supervised_length"):
+            longest = stage.task.max_supervised_length()
+        else:
+            longest = len(data.sft_group(stage.task, "train", 0).completion_ids[0])
+        if longest > stage.max_response:
+            raise ValueError(
+                f"config.warm_start.max_response is {config.warm_start.max_response}, but a supervised target has"
+                f" {longest} tokens"
+            )
+
+
+def _sizes(task: Any) -> Any:
+    """(index, responses) of every group."""
+    return enumerate(task.group_sizes if isinstance(task, data.JsonlGroups) else (group.size for group in task))
+
+
+def _where(task: Any, index: int) -> str:
+    return task[index].name or f"group {index}"
