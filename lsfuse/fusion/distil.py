@@ -104,7 +104,9 @@ def make_teacher(parent: Model, child: Model) -> Teacher:
     """
     (config, params), (child_config, child_params) = parent, child
     pieces = _pieces(child_config, config)
-    configs, runs, leading, alike = [], [], 0, True
+    configs: list[ModelConfig] = []
+    runs: list[Params] = []
+    leading, alike = 0, True
     for first, last, run in pieces:
         piece, own = cut(dataclasses.replace(config, sources=(), transforms=()), params, first, last)
         leaves = own["runs"]
@@ -127,14 +129,16 @@ def make_teacher(parent: Model, child: Model) -> Teacher:
 def _pieces(child: ModelConfig, parent: ModelConfig) -> list[tuple[int, int, int | None]]:
     """(first, last) blocks of the parent, and the run of the child that holds exactly their successors, if one does."""
     single = {
-        s.child[0]: s.parent[0] for s in match_blocks(child, parent) if s.child[0] == s.child[1] and s.parent[0] == s.parent[1]
+        s.child[0]: s.parent[0]
+        for s in match_blocks(child, parent)
+        if s.child[0] == s.child[1] and s.parent[0] == s.parent[1]
     }
     found: list[tuple[int, int, int | None]] = []
     start = 0
     for run, (_, count) in enumerate(child.runs):
-        blocks = [single.get(i) for i in range(start, start + count)]
+        blocks = [single[i] for i in range(start, start + count) if i in single]
         start += count
-        if None in blocks:
+        if len(blocks) < count:
             continue
         first, last = blocks[0], blocks[-1]
         # Of one structure on the parent's side too, or they could not be stacked there.
@@ -142,18 +146,18 @@ def _pieces(child: ModelConfig, parent: ModelConfig) -> list[tuple[int, int, int
             found.append((first, last, run))
     pieces: list[tuple[int, int, int | None]] = []
     at = 0
-    for first, last, run in [*found, (parent.num_blocks, parent.num_blocks, None)]:
-        if first > at:
-            pieces.append((at, first - 1, None))
-        if first < parent.num_blocks:
-            pieces.append((first, last, run))
-        at = last + 1
-    return pieces
+    for piece in found:
+        if piece[0] > at:
+            pieces.append((at, piece[0] - 1, None))
+        pieces.append(piece)
+        at = piece[1] + 1
+    return [*pieces, (at, parent.num_blocks - 1, None)] if at < parent.num_blocks else pieces
 
 
 def _shared(mine: Array, theirs: Array | None) -> Array:
-    same = theirs is not None and mine.shape == theirs.shape and mine.dtype == theirs.dtype
-    return theirs if same and bool(jnp.array_equal(mine, theirs)) else mine
+    if theirs is None or mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return mine
+    return theirs if jnp.array_equal(mine, theirs) else mine
 
 
 def teacher_outputs(teacher: Teacher, ids: Array, lengths: Array, count: int | None = None) -> Array:
@@ -334,11 +338,12 @@ def token_scores(
 
     def measures(*args: Array) -> dict[str, Array]:
         *out, label = args
-        found = {"nll": -jnp.take_along_axis(jax.nn.log_softmax(out[0]), label[:, None], 1)[:, 0]}
+        found: dict[str, Array] = {"nll": -jnp.take_along_axis(jax.nn.log_softmax(out[0]), label[:, None], 1)[:, 0]}
         if len(out) == 2:
             found |= {"kl": kl_divergence(out[1], out[0]), "top1": (out[0].argmax(-1) == out[1].argmax(-1)) * 1.0}
         return found
 
     flat = [h.reshape(-1, h.shape[-1]) for h in hidden]
-    found = over_chunks(*zip(*models, strict=True), flat, measures, jnp.roll(ids, -1, 1).reshape(-1))
+    all_params, configs = zip(*models, strict=True)
+    found = over_chunks(all_params, configs, flat, measures, jnp.roll(ids, -1, 1).reshape(-1))
     return {name: value.reshape(ids.shape) for name, value in found.items()}

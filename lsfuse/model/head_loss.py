@@ -61,7 +61,9 @@ def _head(params: Params) -> tuple[Array, bool]:
 
 def _products(h: Array, head: Array, tied: bool) -> Array:
     dims = (((1,), (1 if tied else 0,)), ((), ()))
-    return lax.dot_general(h, head.astype(h.dtype), dims, preferred_element_type=jnp.promote_types(h.dtype, jnp.float32))
+    return lax.dot_general(
+        h, head.astype(h.dtype), dims, preferred_element_type=jnp.promote_types(h.dtype, jnp.float32)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -85,7 +87,7 @@ _summed.defvjp(_summed_fwd, _summed_bwd)
 def _pass(mine, theirs, h, head, weights, target, gradients: bool):
     """(loss, dh, dhead), the last two for a cotangent of 1; not made (None) without `gradients`.
 
-    mine, theirs: (soft-cap, whether the head is tied) of the model and of the parent, or None where `target` are labels.
+    mine, theirs: (soft-cap, whether the head is tied) of model and parent; theirs is None where `target` are labels.
     """
     cap, tied = mine
     vocab = head.shape[0 if tied else 1]

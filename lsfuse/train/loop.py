@@ -9,7 +9,6 @@ import dataclasses
 import json
 import pathlib
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,7 +27,7 @@ from lsfuse.train import build
 from lsfuse.train import workdir as files
 from lsfuse.train.config import resolve_config
 from lsfuse.train.measure import compare
-from lsfuse.train.metadata import run_metadata, what_changed
+from lsfuse.train.metadata import write_run_files
 from lsfuse.train.phases import EVAL_STREAM, GroupRL, State, WarmStart, abstract_state, init_state
 from lsfuse.train.profile import Profiler
 from lsfuse.train.progress import Progress
@@ -141,7 +140,7 @@ def run(
     setup = set_up(config, workdir, **given, resume=resume)
     with files.locked(workdir):
         files.check_workdir(workdir, setup.saved, resume)  # nobody came in between
-        _write_run_files(workdir, setup.saved)
+        write_run_files(workdir, setup.saved)
         with contextlib.ExitStack() as stack:
             metrics = stack.enter_context(files.JsonLines(workdir / "metrics.jsonl"))
             samples = stack.enter_context(files.JsonLines(workdir / "samples.jsonl"))
@@ -152,16 +151,6 @@ def _name(thing: Any) -> str:
     kind = thing if hasattr(thing, "__qualname__") else type(thing)
     own = getattr(thing, "name", "")
     return f"{kind.__module__}.{kind.__qualname__}" + (f" {own}" if isinstance(own, str) and own else "")
-
-
-def _write_run_files(workdir: pathlib.Path, saved: dict[str, Any]) -> None:
-    if not (workdir / files.CONFIG).exists():
-        files.write_atomic(workdir / files.CONFIG, json.dumps(saved, indent=2) + "\n")
-    path, now = workdir / "run.json", run_metadata()
-    sessions = json.loads(path.read_text())["sessions"] if path.exists() else []
-    for line in what_changed(sessions[-1], now) if sessions else []:
-        warnings.warn(f"since the last session of this run, {line}; the bits may differ", stacklevel=3)
-    files.write_atomic(path, json.dumps({"sessions": [*sessions, now]}, indent=2) + "\n")
 
 
 class _Run:

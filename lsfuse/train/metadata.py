@@ -3,13 +3,17 @@
 import datetime
 import hashlib
 import importlib.metadata
+import json
 import pathlib
 import platform
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import jax
+
+from lsfuse.train import workdir as files
 
 _PACKAGES = ("lsfuse", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 
@@ -65,3 +69,14 @@ def what_changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for name in ("git", "python", "versions", "devices", "machine")
         if before.get(name) != now[name]
     ]
+
+
+def write_run_files(workdir: pathlib.Path, saved: dict[str, Any]) -> None:
+    """config.json, and this session in run.json. Warns where the last session had other code, versions or devices."""
+    if not (workdir / files.CONFIG).exists():
+        files.write_atomic(workdir / files.CONFIG, json.dumps(saved, indent=2) + "\n")
+    path, now = workdir / "run.json", run_metadata()
+    sessions = json.loads(path.read_text())["sessions"] if path.exists() else []
+    for line in what_changed(sessions[-1], now) if sessions else []:
+        warnings.warn(f"since the last session of this run, {line}; the bits may differ", stacklevel=3)
+    files.write_atomic(path, json.dumps({"sessions": [*sessions, now]}, indent=2) + "\n")
