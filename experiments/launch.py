@@ -1,4 +1,4 @@
-"""Command line of the training loop.
+"""Command line of the training loops: group RL, or distillation where the config's `program` says so.
 
     python -m experiments.launch --config=configs/quickstart.py --workdir=runs/quickstart
     python -m experiments.launch --config=configs/x.py:argument --config.replay.prefix_grad=stop --workdir=… --resume
@@ -35,7 +35,8 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 def parse(argv: list[str]) -> None:
     """Sets the flags. Every mistake in them, fields of the config included, is a ValueError of one line."""
-    train.check_fields(a.removeprefix("--config.").split("=")[0] for a in argv if a.startswith("--config."))
+    named = (a.removeprefix("--config.").split("=")[0] for a in argv if a.startswith("--config."))
+    train.check_fields(named, _schema(argv))
     try:
         rest = flags.FLAGS(argv)[1:]
     except (flags.Error, AttributeError, KeyError, TypeError, OSError) as error:
@@ -52,11 +53,21 @@ def parse(argv: list[str]) -> None:
         raise ValueError("--workdir is missing, for example --workdir=runs/first")
 
 
+def _schema(argv: list[str]):
+    """The fields of the config file's program, looked up before the flags are parsed; whatever is wrong with the file
+    itself is reported then."""
+    try:
+        file = next(a.removeprefix("--config=") for a in argv if a.startswith("--config="))
+        return train.schema_of(train.load_config(file))
+    except Exception:
+        return train.SCHEMA
+
+
 def main() -> None:
     if not _SWEEP.value:
         one(_CONFIG.value, _WORKDIR.value)
         return
-    runs = list(train.sweep(_CONFIG.value, train.parse_sweep(_SWEEP.value)))
+    runs = list(train.sweep(_CONFIG.value, train.parse_sweep(_SWEEP.value, train.schema_of(_CONFIG.value))))
     for i, (name, config) in enumerate(runs):
         workdir = None if _WORKDIR.value is None else pathlib.Path(_WORKDIR.value) / name
         print(f"run {i + 1} of {len(runs)}: {name}", flush=True)
@@ -67,8 +78,13 @@ def main() -> None:
 
 
 def one(config, workdir) -> None:
+    distils = train.schema_of(config) is train.DISTIL_SCHEMA
+    if distils and _PROFILE.value:
+        raise ValueError("--profile traces RL steps; a distillation has none")
     if _DRY_RUN.value:
-        print(train.dry_run(config))
+        print((train.describe_distillation if distils else train.dry_run)(config))
+    elif distils:
+        train.distil(config, str(workdir), resume=_RESUME.value)
     else:
         profile, tensorboard = _PROFILE.value, _TENSORBOARD.value
         train.run(config, str(workdir), resume=_RESUME.value, profile=profile, tensorboard=tensorboard)

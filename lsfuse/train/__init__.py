@@ -1,10 +1,12 @@
 """Training: the group-RL loop and its supervised warm start, configs, metrics, checkpoints and resume.
 
 In a notebook: `train.run({"rl": {"steps": 20}}, "runs/first")`, with a task, reward or objective of your own if you
-like. From the command line: `python -m experiments.launch`.
+like; `train.distil` recovers what surgery cost, in stages. From the command line: `python -m experiments.launch`.
 """
 
-from lsfuse.train.config import check_fields, load_config, resolve_config, set_field
+from lsfuse.train.config import check_fields, load_config, resolve_config, schema_of, set_field
+from lsfuse.train.distil import describe_distillation, distil, set_up_distillation
+from lsfuse.train.distil_schema import DISTIL_SCHEMA
 from lsfuse.train.dry_run import dry_run
 from lsfuse.train.loop import Result, run, set_up
 from lsfuse.train.optimizer import make_optimizer, make_schedule
@@ -14,10 +16,13 @@ from lsfuse.train.step import make_update
 from lsfuse.train.sweep import is_finished, parse_sweep, sweep
 
 __all__ = [
+    "DISTIL_SCHEMA",
     "SCHEMA",
     "Result",
     "check_fields",
     "default_config",
+    "describe_distillation",
+    "distil",
     "dry_run",
     "evaluate",
     "is_finished",
@@ -29,7 +34,9 @@ __all__ = [
     "resolve_config",
     "roll_out",
     "run",
+    "schema_of",
     "set_field",
     "set_up",
+    "set_up_distillation",
     "sweep",
 ]

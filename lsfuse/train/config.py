@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from lsfuse.train.distil_schema import DISTIL_SCHEMA
 from lsfuse.train.schema import LARGEST_INT, SCHEMA, Field, default_config, fields
 
 
@@ -30,16 +31,21 @@ def load_config(path: str | pathlib.Path, overrides: Mapping[str, Any] | None = 
 
 def set_field(config: ConfigDict, name: str, value: Any) -> None:
     """config.a.b = value for the name "a.b"; ValueError, with the nearest name, if there is no such field."""
-    check_fields([name])
+    check_fields([name], schema_of(config))
     *parents, last = name.split(".")
     for parent in parents:
         config = config[parent]
     config[last] = value
 
 
-def check_fields(names: Iterable[str]) -> None:
+def schema_of(config: Mapping[str, Any] | ConfigDict) -> Mapping[str, Any]:
+    """The fields a config may have: those of distillation if its `program` says so, else those of group RL."""
+    return DISTIL_SCHEMA if config.get("program") == "distil" else SCHEMA
+
+
+def check_fields(names: Iterable[str], schema: Mapping[str, Any] = SCHEMA) -> None:
     """Raises ValueError for the first dotted name that is no field, with the nearest one that is."""
-    known = fields()
+    known = fields(schema)
     for name in names:
         if name in known:
             continue
@@ -50,7 +56,7 @@ def check_fields(names: Iterable[str]) -> None:
         near = difflib.get_close_matches(name, known, 1, 0.7) or [
             n for n in known if last[n] in difflib.get_close_matches(name.rsplit(".", 1)[-1], last.values(), 1, 0.7)
         ]
-        hint = f'; did you mean "{near[0]}"?' if near else f"; the groups are {', '.join(SCHEMA)}"
+        hint = f'; did you mean "{near[0]}"?' if near else f"; the groups are {', '.join(schema)}"
         raise ValueError(f'config has no field "{name}"{hint}')
 
 
@@ -63,11 +69,12 @@ def resolve_config(config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
     """
     if not isinstance(config, ConfigDict | Mapping):
         raise ValueError(f"a config is a ConfigDict or a dict of fields, got {_shown(config)}")
-    known, flat = fields(), _flatten(config, SCHEMA)
-    check_fields(flat)
-    resolved = default_config()
+    schema = schema_of(config)
+    known, flat = fields(schema), _flatten(config, schema)
+    check_fields(flat, schema)
+    resolved = default_config(schema)
     for name, value in flat.items():
-        set_field(resolved, name, _checked(name, value, known[name]))
+        set_field(resolved, name, checked(name, value, known[name]))
     return resolved
 
 
@@ -88,7 +95,8 @@ def _listed(names: list[str], limit: int = 4) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _checked(name: str, value: Any, field: Field) -> Any:
+def checked(name: str, value: Any, field: Field) -> Any:
+    """The value as its field takes it. Raises ValueError, naming config.name, if it is not one of the field's."""
     if (
         isinstance(value, str)
         and str not in field.allowed

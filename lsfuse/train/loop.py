@@ -10,7 +10,6 @@ import errno
 import json
 import pathlib
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,14 +21,14 @@ from ml_collections import ConfigDict
 
 from lsfuse import io, replay
 from lsfuse.io.checkpoint import Checkpoints
-from lsfuse.io.checkpoint_manifest import CheckpointError, missing_fields
+from lsfuse.io.checkpoint_manifest import CheckpointError
 from lsfuse.model import ModelConfig
 from lsfuse.replay.objective import ObjectiveFn
 from lsfuse.train import build, checks
 from lsfuse.train import workdir as files
 from lsfuse.train.config import resolve_config
 from lsfuse.train.measure import compare
-from lsfuse.train.metadata import run_metadata, what_changed
+from lsfuse.train.metadata import write_run_files
 from lsfuse.train.phases import EVAL_STREAM, GroupRL, State, WarmStart, abstract_state, init_state
 from lsfuse.train.profile import Profiler
 from lsfuse.train.progress import Progress
@@ -157,7 +156,7 @@ def run(
     setup = set_up(config, workdir, **given, resume=resume)
     with _full_disk(workdir), files.locked(workdir):
         files.check_workdir(workdir, setup.saved, resume)  # nobody came in between
-        _write_run_files(workdir, setup.saved)
+        write_run_files(workdir, setup.saved)
         with contextlib.ExitStack() as stack:
             metrics = stack.enter_context(files.JsonLines(workdir / "metrics.jsonl"))
             samples = stack.enter_context(files.JsonLines(workdir / "samples.jsonl"))
@@ -181,22 +180,6 @@ def _name(thing: Any) -> str:
     kind = thing if hasattr(thing, "__qualname__") else type(thing)
     own = getattr(thing, "name", "")
     return f"{kind.__module__}.{kind.__qualname__}" + (f" {own}" if isinstance(own, str) and own else "")
-
-
-def _write_run_files(workdir: pathlib.Path, saved: dict[str, Any]) -> None:
-    before = files.saved_config(workdir)
-    late = missing_fields(before, default_config().to_dict()) if before else {}
-    if late:
-        listed = ", ".join(f"{name} = {value!r}" for name, value in late.items())
-        warnings.warn(f"{workdir} is of before some fields existed; it goes on with {listed}", stacklevel=3)
-    if not before or late:
-        files.write_atomic(workdir / files.CONFIG, json.dumps(saved, indent=2) + "\n")
-    path, now = workdir / "run.json", run_metadata()
-    cure = "it only says what earlier sessions ran on: delete it, and continue with --resume"
-    sessions = files.read_object(path, cure).get("sessions", []) if path.exists() else []
-    for line in what_changed(sessions[-1], now) if sessions else []:
-        warnings.warn(f"since the last session of this run, {line}; the bits may differ", stacklevel=3)
-    files.write_atomic(path, json.dumps({"sessions": [*sessions, now]}, indent=2) + "\n")
 
 
 class _Run:

@@ -3,13 +3,20 @@
 import datetime
 import hashlib
 import importlib.metadata
+import json
 import pathlib
 import platform
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import jax
+
+from lsfuse.io.checkpoint_manifest import missing_fields
+from lsfuse.train import workdir as files
+from lsfuse.train.config import schema_of
+from lsfuse.train.schema import default_config
 
 _PACKAGES = ("lsfuse", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 
@@ -65,3 +72,20 @@ def what_changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for name in ("git", "python", "versions", "devices", "machine")
         if before.get(name) != now[name]
     ]
+
+
+def write_run_files(workdir: pathlib.Path, saved: dict[str, Any]) -> None:
+    """config.json, and this session in run.json. Warns where the last session had other code, versions or devices."""
+    before = files.saved_config(workdir)
+    late = missing_fields(before, default_config(schema_of(saved)).to_dict()) if before else {}
+    if late:
+        listed = ", ".join(f"{name} = {value!r}" for name, value in late.items())
+        warnings.warn(f"{workdir} is of before some fields existed; it goes on with {listed}", stacklevel=3)
+    if not before or late:
+        files.write_atomic(workdir / files.CONFIG, json.dumps(saved, indent=2) + "\n")
+    path, now = workdir / "run.json", run_metadata()
+    cure = "it only says what earlier sessions ran on: delete it, and continue with --resume"
+    sessions = files.read_object(path, cure).get("sessions", []) if path.exists() else []
+    for line in what_changed(sessions[-1], now) if sessions else []:
+        warnings.warn(f"since the last session of this run, {line}; the bits may differ", stacklevel=3)
+    files.write_atomic(path, json.dumps({"sessions": [*sessions, now]}, indent=2) + "\n")

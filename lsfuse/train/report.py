@@ -83,9 +83,6 @@ def format_summary(summary: Mapping[str, Any]) -> str:
 
 def plot(records: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
     """One PNG of reward, loss, KL and step time over steps; panels without data are left out."""
-    import matplotlib.figure
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
     warm = [r for r in records if r["phase"] == "warm_start"]
     rl = [r for r in records if r["phase"] == "rl"]
     panels = []
@@ -106,6 +103,14 @@ def plot(records: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
             curves += [("held out", held_out)] if held_out else []
         if curves:
             panels.append((title, curves))
+    draw(panels, path)
+
+
+def draw(panels: Sequence[tuple[str, Sequence[tuple[str, Sequence[tuple[float, float]]]]]], path: pathlib.Path) -> None:
+    """One PNG of panels (title, [(label, [(step, value), …]), …]) side by side."""
+    import matplotlib.figure
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     figure = matplotlib.figure.Figure(figsize=(4.5 * max(len(panels), 1), 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     for i, (title, curves) in enumerate(panels):

@@ -43,7 +43,7 @@ TASKS = ("retrieval", "gsm8k", "groups", "dataset", "reasoning_gym")
 OBJECTIVE_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "gspo_token", "cispo", "reinforce", "rloo", "dpo", "nll")
 
 
-def _optimizer(learning_rate: float) -> dict[str, Field]:
+def optimizer_fields(learning_rate: float) -> dict[str, Field]:
     return {
         "name": Field(
             "adamw", "an optimizer of optax (adamw, lion, muon, …), or package.module:function", check=check_name
@@ -174,7 +174,7 @@ SCHEMA: dict[str, Any] = {
             "loss_type": Field(None, "sigmoid or ipo (dpo)", (str,), choices=DPO_LOSS_TYPES),
             "reference_free": Field(None, "whether the reference is left out (dpo)", (bool,)),
         },
-        "optimizer": _optimizer(1e-4),
+        "optimizer": optimizer_fields(1e-4),
     },
     "warm_start": {
         "steps": Field(0, "supervised steps before RL, on the task's own targets; 0: none", minimum=0),
@@ -185,7 +185,7 @@ SCHEMA: dict[str, Any] = {
             "a curriculum: (steps, num_prompts, ((task field, value), …)) each, with a max_prompt of its own; replaces"
             " steps and num_prompts",
         ),
-        "optimizer": _optimizer(1e-3),
+        "optimizer": optimizer_fields(1e-3),
     },
     "replay": {
         "prefix_grad": Field("exact", '"exact", "stop", or how many prompt tokens carry gradient', (int,), minimum=1),
@@ -222,9 +222,9 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def default_config() -> ConfigDict:
+def default_config(schema: Mapping[str, Any] = SCHEMA) -> ConfigDict:
     """All fields at their defaults, locked: a misspelt field raises, naming the nearest one."""
-    return _build(SCHEMA).lock()
+    return _build(schema).lock()
 
 
 def _build(schema: Mapping[str, Any]) -> ConfigDict:

@@ -9,9 +9,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from lsfuse.train.config import check_fields, resolve_config, set_field
+from lsfuse.train.schema import SCHEMA
 
 
-def parse_sweep(given: Sequence[str]) -> dict[str, list[Any]]:
+def parse_sweep(given: Sequence[str], schema: Mapping[str, Any] = SCHEMA) -> dict[str, list[Any]]:
     """{"field": [values]} from texts "field=a,b,c". A comma inside brackets or quotes does not separate.
 
     Raises: ValueError for an unknown field (the nearest name is in the message), a field given twice, a value given
@@ -23,7 +24,7 @@ def parse_sweep(given: Sequence[str]) -> dict[str, list[Any]]:
         name = name.strip().removeprefix("config.")
         if not sign or not values.strip():
             raise ValueError(f"--sweep={text}: write field=value,value,… as in --sweep=rl.temperature=0.7,1.0")
-        check_fields([name])
+        check_fields([name], schema)
         if name in fields:
             raise ValueError(f"--sweep={text}: {name} is swept twice; give all of its values at once")
         fields[name] = [_value(v) for v in _split(values)]
