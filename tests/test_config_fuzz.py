@@ -28,7 +28,7 @@ GROUPS = sorted({name.rsplit(".", i)[0] for name in FIELDS for i in range(1, nam
 # --- what is drawn ----------------------------------------------------------------------------------------------------
 
 ODD_TEXTS = ("", " ", "4", "-4", "4.0", "²", "９", "none", "None", "stop", "(", "[a-", "q_proj", "norm")
-ODD_TEXTS += ("~nobody/x", "owner/name", "/", "\0", "x" * 300)
+ODD_TEXTS += ("~no_such_user/x", "owner/name", "/", "\0", "x" * 300)
 ODD_NUMBERS = (-1, 0, 1, 2, 3, 7, 2**31, 2**32, 2**63, 10**30, 10**400, -(10**400), 0.5, -0.0, 1e300, 1e-300)
 ODD_NUMBERS += (float("nan"), float("inf"), float("-inf"), True, False, 1j)
 ODD_THINGS = (None, (), [], {}, {"a": 1}, b"x", {1}, [1, [2]], ((1, 2),), print, object, np.int64(2), np.float32(0.5))

@@ -93,7 +93,7 @@ def test_every_config_says_how_ci_runs_it(repo_root):
         (["--config.rl.optimizer.trainable=[a-"], 1, "'[a-' is not a regular expression"),
         (["--config.rl.num_generations=1"], 1, "num_generations is 1, but the baseline"),
         (["--config.rl.objective.name=dpo"], 1, 'config.rl.objective.name is "dpo"'),
-        (["--config.model.path=~nobody/x"], 1, "there is no folder ~nobody/x"),
+        (["--config.model.path=~no_such_user/x"], 1, "there is no folder ~no_such_user/x"),
         (["--config.warm_start.stages=((2,3),)"], 1, "config.warm_start.stages[0] must be"),
         (["--sweep=rl.stepz=1,2"], 1, 'config has no field "rl.stepz"; did you mean "rl.steps"'),
         (["--sweep=rl.steps=1,-1"], 1, "config.rl.steps must be at least 0"),

@@ -52,7 +52,11 @@ def test_fields_that_do_not_go_together(changes, message):
             {"objective": {"name": "rloo"}},
             "line 2: .* one re",
         ),
-        ([{k: v for k, v in LINE.items() if k != "rewards"}], {}, 'line 1: objective "grpo" needs rewards'),
+        (
+            [{k: v for k, v in LINE.items() if k != "rewards"}],
+            {},
+            'line 1: config.rl.objective.name "grpo" needs rewards',
+        ),
         ([LINE], {"importance_correction": "token"}, "the groups have no old_logps, .*line 1"),
         ([LINE], {"old_logps": "sampler"}, 'old_logps is "sampler", but groups sampled elsewhere have none'),
         ([LINE], {"dynamic_sampling": 2}, "dynamic_sampling is 2, but groups sampled elsewhere are not sampled"),
@@ -62,7 +66,7 @@ def test_fields_that_do_not_go_together(changes, message):
         (
             [LINE, {**LINE, "response_ids": [[5]] * 3, "rewards": [1] * 3}],
             {"objective": {"name": "dpo"}},
-            "line 2: objective .dpo. reads pairs .* has 3 responses; group sizes must be even",
+            "line 2: config.rl.objective.name .dpo. reads pairs .* has 3 responses; group sizes must be even",
         ),
     ],
 )

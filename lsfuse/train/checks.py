@@ -21,8 +21,8 @@ def check_objective(config: ConfigDict, task: Any) -> None:
         odd = next((i for i, size in _sizes(task) if size % 2), None)
         if odd is not None:
             raise ValueError(
-                f'{_where(task, odd)}: objective "dpo" reads pairs (chosen, rejected, …), but the group has'
-                f" {task[odd].size} responses; group sizes must be even"
+                f'{_where(task, odd)}: config.rl.objective.name "dpo" reads pairs (chosen, rejected, …), but the group'
+                f" has {task[odd].size} responses; group sizes must be even"
             )
     if name in ("dpo", "nll"):
         return
@@ -34,7 +34,7 @@ def check_objective(config: ConfigDict, task: Any) -> None:
     if not offline:
         return
     if task[0].rewards is None and task[0].advantages is None:
-        raise ValueError(f'{_where(task, 0)}: objective "{name}" needs rewards, and the group has none')
+        raise ValueError(f'{_where(task, 0)}: config.rl.objective.name "{name}" needs rewards, and the group has none')
     one = next((i for i, size in _sizes(task) if size == 1), None)
     if one is not None and options["baseline"] == "leave_one_out":
         raise ValueError(
