@@ -23,12 +23,6 @@ from lsfuse.io.hf_config import config_from_hf, read_config, read_json
 from lsfuse.io.hf_load import resolve_hf
 from lsfuse.model import ModelConfig
 
-_MODEL = flags.DEFINE_string("model", None, "Checkpoint folder, config.json, or file of block tables.", required=True)
-_TABLE = flags.DEFINE_string("table", None, "Which of a file's block tables.")
-_DEVICES = flags.DEFINE_integer("devices", 1, "Devices that share the blocks.", lower_bound=1)
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of weights, keys and values.")
-_OUT = flags.DEFINE_string("out", None, "Folder for the tables; printed only if not given.")
-
 
 def read_model(path: str, table: str | None) -> ModelConfig:
     """Raises ValueError or FileNotFoundError, naming what is there and what is asked for."""
@@ -81,22 +75,36 @@ def report(config: ModelConfig, devices: int, dtype: str) -> str:
 def main(argv: list[str]) -> None:
     del argv
     try:
-        config = read_model(_MODEL.value, _TABLE.value)
-        text = report(config, _DEVICES.value, _DTYPE.value)
+        config = read_model(flags.FLAGS.model, flags.FLAGS.table)
+        text = report(config, flags.FLAGS.devices, flags.FLAGS.dtype)
     except (ValueError, OSError, KeyError, json.JSONDecodeError) as error:
         sys.exit(f"error: {error}")
     print(text)
-    if _OUT.value:
-        stages = describe.place(config, _DEVICES.value, _DTYPE.value)
+    if flags.FLAGS.out:
+        stages = describe.place(config, flags.FLAGS.devices, flags.FLAGS.dtype)
         device = [n for n, s in enumerate(stages) for _ in range(s.first, s.last + 1)]
         rows = [
             {**row, "device": d}
-            for row, d in zip(describe.block_rows(config, jnp.dtype(_DTYPE.value)), device, strict=True)
+            for row, d in zip(describe.block_rows(config, jnp.dtype(flags.FLAGS.dtype)), device, strict=True)
         ]
-        setting = {"model": _MODEL.value, "dtype": _DTYPE.value, **describe.summarize(config, _DTYPE.value)}
-        write_table(pathlib.Path(_OUT.value), text, rows, setting)
-        print(f"written to {_OUT.value}")
+        setting = {
+            "model": flags.FLAGS.model,
+            "dtype": flags.FLAGS.dtype,
+            **describe.summarize(config, flags.FLAGS.dtype),
+        }
+        write_table(pathlib.Path(flags.FLAGS.out), text, rows, setting)
+        print(f"written to {flags.FLAGS.out}")
+
+
+def define_flags() -> None:
+    """Only where this is the program: others that are imported beside it name a flag "out", too."""
+    flags.DEFINE_string("model", None, "Checkpoint folder, config.json, or file of block tables.", required=True)
+    flags.DEFINE_string("table", None, "Which of a file's block tables.")
+    flags.DEFINE_integer("devices", 1, "Devices that share the blocks.", lower_bound=1)
+    flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of weights, keys and values.")
+    flags.DEFINE_string("out", None, "Folder for the tables; printed only if not given.")
 
 
 if __name__ == "__main__":
+    define_flags()
     app.run(main)

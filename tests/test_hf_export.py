@@ -178,6 +178,7 @@ def test_every_field_of_a_configuration_is_written():
         "window",
         "local_rope",
         "ffn",
+        "beside",
     }
 
 
