@@ -273,6 +273,21 @@ def objective(name: str):
     return {"grpo": lambda: rl.grpo(beta=0.1), "gspo": rl.gspo, "dpo": lambda: rl.dpo(beta=0.3)}[name]()
 
 
+# --- text -----------------------------------------------------------------------------------------------------------
+
+
+class Bytes:
+    """UTF-8 bytes as ids; 256 ends a response."""
+
+    vocab_size, pad_id, stop_ids = 257, 0, (256,)
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
+
+
 # --- the engine, compiled once per static configuration ---------------------------------------------------------------
 
 

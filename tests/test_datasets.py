@@ -5,6 +5,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from helpers import Bytes
 from resume_child import CONFIG
 
 from lsfuse import data, train
@@ -22,16 +23,6 @@ GROUPS = [
     {"prompt_ids": [3], "response_ids": [[], [6]], "rewards": [0.7, 0.25], "old_logps": [[], [-0.1]]},
     {"prompt_ids": [2], "response_ids": [[], []], "rewards": [0, 1], "old_logps": [[], []]},
 ]
-
-
-class Bytes:
-    vocab_size, pad_id, stop_ids = 257, 0, (256,)
-
-    def encode(self, text):
-        return list(text.encode())
-
-    def decode(self, ids):
-        return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
 
 
 def lines(path, *rows):

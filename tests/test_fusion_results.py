@@ -33,7 +33,7 @@ def test_an_interrupted_analysis_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(analysis, "_distances", distances)
     with pytest.raises(Stop):
         fusion.dependency(*small(), TEXTS, batch_size=2, folder=tmp_path / "rows")
-    (tmp_path / "rows" / "dependency-1-1.npy.part").write_bytes(b"half a row")  # as a kill leaves it
+    (tmp_path / "rows" / ".dependency-1-1.npy.tmp").write_bytes(b"half a row")  # as a kill leaves it
     got = fusion.dependency(*small(), TEXTS, batch_size=2, folder=tmp_path / "rows")
     assert calls == [0, 1, 2, 3, 0, 1, 1, 2, 3]
     for field in ("mean", "p95", "relative", "influence", "consecutive"):

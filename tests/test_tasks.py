@@ -6,6 +6,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from helpers import Bytes
 
 from lsfuse.data import (
     Gsm8kTask,
@@ -22,18 +23,6 @@ from lsfuse.rl import exact_match
 
 DATA = pathlib.Path(__file__).parent / "data"
 SMALL = RetrievalTask(prompt_length=60, num_pairs=4, num_keys=6, num_values=16)
-
-
-class Bytes:
-    """UTF-8 bytes as ids; 256 ends a response."""
-
-    vocab_size, pad_id, stop_ids = 257, 0, (256,)
-
-    def encode(self, text):
-        return list(text.encode())
-
-    def decode(self, ids):
-        return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
 
 
 class ChatBytes(Bytes):

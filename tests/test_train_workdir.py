@@ -24,6 +24,16 @@ def test_what_a_run_killed_at_once_leaves_does_not_count(tmp_path):
     files.check_workdir(tmp_path, {"a": 1}, resume=False)
 
 
+def test_fields_that_came_later_are_those_of_the_run_s_program(tmp_path):
+    """A distillation from before `probe` existed has the probe's defaults, and group RL's fields are not asked for."""
+    now = train.default_config(train.DISTIL_SCHEMA).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in now.items() if k != "probe"}))
+    files.check_workdir(tmp_path, json.loads(json.dumps(now)), resume=True)
+    now["probe"]["count"] = 5
+    with pytest.raises(ConfigMismatch, match="probe.count: 1 there, 5 here"):
+        files.check_workdir(tmp_path, json.loads(json.dumps(now)), resume=True)
+
+
 def test_used_directories(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(FileExistsError, match="not empty .it holds notes.txt.; .*--resume, or take another"):

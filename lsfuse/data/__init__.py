@@ -3,7 +3,7 @@
 from lsfuse.data.batching import Group, check_group, make_batch
 from lsfuse.data.dataset_task import REWARDS, DatasetTask, open_dataset
 from lsfuse.data.datasets import Source, load, ordered
-from lsfuse.data.groups import DatasetGroups, JsonlGroups
+from lsfuse.data.groups import DatasetGroups, Groups, JsonlGroups
 from lsfuse.data.gsm8k import Gsm8kTask
 from lsfuse.data.harness import harness_model
 from lsfuse.data.order import counter_rng, indices
@@ -18,6 +18,7 @@ __all__ = [
     "DatasetTask",
     "Group",
     "Gsm8kTask",
+    "Groups",
     "JsonlGroups",
     "ReasoningGymTask",
     "RetrievalTask",

@@ -6,6 +6,7 @@ written, and the data set appears under its name whole or not at all. Records st
 belongs to the reader (`lsfuse.data.ordered`).
 """
 
+import abc
 import contextlib
 import dataclasses
 import functools
@@ -52,13 +53,13 @@ class _Builder(tfds.core.ShardBasedBuilder, skip_registration=True):  # type: ig
         config = None if name is None else tfds.core.BuilderConfig(name=name)
         super().__init__(data_dir=str(data_root(data_dir)), config=config, file_format="array_record")
 
+    @abc.abstractmethod
     def rows(self, source: Any) -> Rows:
         """The checked features of every record of a split, in order."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def fields(self) -> dict[str, Any]:
         """The features beside "id"."""
-        raise NotImplementedError
 
     def notes(self) -> dict[str, Any]:
         """JSON-able metadata of the data set."""

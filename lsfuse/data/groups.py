@@ -2,6 +2,7 @@
 
 The fields of a line are in `lsfuse.data.group_rows`."""
 
+import abc
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -81,7 +82,7 @@ class GroupReader:
         return np.array(self.tokenizer.encode(text), np.int64)
 
 
-class _Groups(Sequence):
+class Groups(Sequence):
     """A read-only sequence of `Group`s, every one of them read and checked when the object is made, so that memory
     holds only sizes."""
 
@@ -101,8 +102,9 @@ class _Groups(Sequence):
             return [self[i] for i in range(*index.indices(len(self)))]
         return self._read(range(len(self))[index])
 
+    @abc.abstractmethod
     def _read(self, index: int) -> Group:
-        raise NotImplementedError
+        """The group at an index that is in range."""
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
@@ -116,7 +118,7 @@ class _Groups(Sequence):
         return max(prompts), max(responses), max(sizes)
 
 
-class JsonlGroups(_Groups):
+class JsonlGroups(Groups):
     """The groups of a jsonl file; `groups[i]` reads its line again.
 
     Args:
@@ -143,6 +145,9 @@ class JsonlGroups(_Groups):
         if not self._lines:
             raise ValueError(f"{self.path} holds no groups")
 
+    def __str__(self) -> str:
+        return str(self.path)
+
     def _read(self, index: int) -> Group:
         number, offset = self._lines[index]
         with self.path.open("rb") as file:
@@ -154,7 +159,7 @@ class JsonlGroups(_Groups):
         return self._reader(where, parse_line(where, line))
 
 
-class DatasetGroups(_Groups):
+class DatasetGroups(Groups):
     """The groups of a data set that `lsfuse.data.builders` made of jsonl; `groups[i]` reads its record again.
 
     Args:
@@ -170,6 +175,9 @@ class DatasetGroups(_Groups):
         self._source = source
         for i in range(len(source)):
             self._note(self._read(i))
+
+    def __str__(self) -> str:
+        return str(self._source)
 
     def _read(self, index: int) -> Group:
         where, record = self._source.where(index), self._source[index]

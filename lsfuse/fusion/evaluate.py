@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from lsfuse.fusion.forward import embed_texts, kl_divergence, over_chunks, run_from
+from lsfuse.fusion.forward import embed_texts, run_from, token_measures
 from lsfuse.fusion.texts import Texts, check_texts
 from lsfuse.model.config import ModelConfig
+from lsfuse.model.head_loss import check_vocabularies
 from lsfuse.types import Array, Params
 
 Model = tuple[ModelConfig, Params]
@@ -34,11 +35,8 @@ def evaluate(
     models = (child,) if parent is None else (child, parent)
     for config, params in models:
         check_texts("evaluate", texts, config, params)
-    if parent is not None and parent[0].vocab_size != child[0].vocab_size:
-        raise ValueError(
-            f"parent and child have vocabularies of {parent[0].vocab_size} and {child[0].vocab_size} tokens; their"
-            " distributions cannot be compared"
-        )
+    if parent is not None:
+        check_vocabularies(child[0], parent[0])
     if texts.lengths.max() < 2:
         raise ValueError("perplexity needs a text of at least two tokens")
     configs, all_params = zip(*models, strict=True)
@@ -57,19 +55,7 @@ def evaluate(
 @functools.partial(jax.jit, static_argnums=0)
 def _sums(configs: tuple[ModelConfig, ...], params: Any, ids: Array, lengths: Array) -> dict[str, Array]:
     hidden = [final_hidden(p, c, ids, lengths) for c, p in zip(configs, params, strict=True)]
-    labels = jnp.roll(ids, -1, 1)
-
-    def measures(*args: Array):
-        *out, label = args
-        logps = [jax.nn.log_softmax(x) for x in out]
-        found: dict[str, Array] = {}
-        for m, x in enumerate(logps):
-            found[f"nll{m}"] = -jnp.take_along_axis(x, label[:, None], 1)[:, 0]
-        if len(out) == 2:
-            found |= {"kl": kl_divergence(out[1], out[0]), "top1": (out[0].argmax(-1) == out[1].argmax(-1)) * 1.0}
-        return found
-
-    tokens = over_chunks(params, configs, hidden, measures, labels.reshape(-1))
+    tokens = token_measures(params, configs, hidden, ids)
     positions = jnp.arange(ids.shape[1])
     exists = (positions < lengths[:, None]).reshape(-1)
     predicts = (positions < lengths[:, None] - 1).reshape(-1)

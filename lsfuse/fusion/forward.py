@@ -68,6 +68,22 @@ def over_chunks(params_list, config_list, hidden_list, fn, *more: Array):
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], out)
 
 
+def token_measures(params_list, config_list, hidden_list, ids: Array) -> dict[str, Array]:
+    """Of a child, and of its parent if there are two models, [B · T] each: "nll0" (and "nll1") of the next token
+    (meaningless at a row's last); of two "kl", KL(parent ‖ child) in nats, and "top1", whether both find the same token
+    likeliest. ids: [B, T]; the rest as in `over_chunks`."""
+
+    def measures(*args: Array) -> dict[str, Array]:
+        *out, label = args
+        nll = [-jnp.take_along_axis(jax.nn.log_softmax(x), label[:, None], 1)[:, 0] for x in out]
+        found: dict[str, Array] = {f"nll{m}": x for m, x in enumerate(nll)}
+        if len(out) == 2:
+            found |= {"kl": kl_divergence(out[1], out[0]), "top1": (out[0].argmax(-1) == out[1].argmax(-1)) * 1.0}
+        return found
+
+    return over_chunks(params_list, config_list, hidden_list, measures, jnp.roll(ids, -1, 1).reshape(-1))
+
+
 def kl_divergence(parent: Array, child: Array) -> Array:
     """KL(parent ‖ child) of logits [..., V], in nats."""
     p, q = jax.nn.log_softmax(parent), jax.nn.log_softmax(child)

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from lsfuse.files import write_atomic
 from lsfuse.fusion.analysis import Dependency
 from lsfuse.fusion.describe import block_rows
-from lsfuse.fusion.store import write_atomic
 from lsfuse.model.config import ModelConfig
 
 LOG2_RANGE = (-9.0, -1.0)  # what the paper colours
@@ -33,7 +33,7 @@ def save_dependency(
         "transforms": list(config.transforms),
         **{name: array.tolist() for name, array in arrays.items()},
     }
-    write_atomic(target.with_name(f"{target.name}.json"), (json.dumps(content, indent=1) + "\n").encode())
+    write_atomic(target.with_name(f"{target.name}.json"), json.dumps(content, indent=1) + "\n")
     write_atomic(target.with_name(f"{target.name}.npz"), buffer.getvalue())
 
 

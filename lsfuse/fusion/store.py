@@ -6,6 +6,7 @@ appears whole or not at all.
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from lsfuse.files import write_atomic
 from lsfuse.fusion.texts import Texts
 from lsfuse.model.config import ModelConfig
 from lsfuse.types import Params
@@ -55,31 +57,19 @@ class Rows:
                         f" {_short(mine.get(name))} here; give another folder"
                     )
             return
-        if self.folder.is_dir() and any(p for p in self.folder.iterdir() if not p.name.endswith(".part")):
+        if self.folder.is_dir() and any(p for p in self.folder.iterdir() if not p.name.endswith(".tmp")):
             raise ValueError(f"{self.folder} holds files, but no rows.json of an analysis; give another folder")
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, (json.dumps(mine, indent=2) + "\n").encode())
+        write_atomic(file, json.dumps(mine, indent=2) + "\n")
 
     def get(self, name: str) -> np.ndarray | None:
         file = self.folder / f"{name}.npy"
         return np.load(file) if file.is_file() else None
 
     def put(self, name: str, array: np.ndarray) -> None:
-        part = self.folder / f"{name}.npy.part"
-        with open(part, "wb") as f:
-            np.save(f, array)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(part, self.folder / f"{name}.npy")
-
-
-def write_atomic(file: pathlib.Path, content: bytes) -> None:
-    part = file.with_name(f"{file.name}.part")
-    with open(part, "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(part, file)
+        buffer = io.BytesIO()
+        np.save(buffer, array)
+        write_atomic(self.folder / f"{name}.npy", buffer.getvalue())
 
 
 def _short(value: str | None) -> str:

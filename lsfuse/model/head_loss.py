@@ -32,15 +32,20 @@ def kl_to(
     Args: x, parent_x [T, D]: residual streams after the last block (before the final norm); weights [T].
     Raises: ValueError if the two have unlike vocabularies.
     """
-    if config.vocab_size != parent_config.vocab_size:
-        raise ValueError(
-            f"parent and child have vocabularies of {parent_config.vocab_size} and {config.vocab_size} tokens; their"
-            " distributions cannot be compared"
-        )
+    check_vocabularies(config, parent_config)
     target = (rms_norm(parent_config, parent_x, parent_params["norm"]), _head(parent_params)[0])
     target = jax.tree.map(lax.stop_gradient, target)
     static = (parent_config.final_logit_softcapping, "lm_head" not in parent_params)
     return _loss(params, config, x, weights, target, static)
+
+
+def check_vocabularies(child: ModelConfig, parent: ModelConfig) -> None:
+    """Raises ValueError if distributions of the two cannot be compared."""
+    if child.vocab_size != parent.vocab_size:
+        raise ValueError(
+            f"parent and child have vocabularies of {parent.vocab_size} and {child.vocab_size} tokens; their"
+            " distributions cannot be compared"
+        )
 
 
 def cross_entropy(params: Params, config: ModelConfig, x: Array, labels: Array, weights: Array) -> Array:

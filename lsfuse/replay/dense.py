@@ -4,6 +4,8 @@ A fair one: the same passes, blocked attention, saved boundaries, chunked head o
 accumulation as the replay engine; rows run `branch_batch` at a time, so that memory does not grow with G.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from lsfuse.model.blocks import saved_names
@@ -90,20 +92,15 @@ def dense_value_and_grad(
     model: ModelConfig,
     *,
     prefix_grad: str | int = "exact",
-    chunk_size: int = 512,
     branch_batch: int | None = 1,
-    remat_policy: str = "everything_saveable",
-    prefix_activations: str = "auto",
-    memory_budget: int | None = None,
-    temperature: float = 1.0,
-    prefix: str = "prompt",
-    response_buckets: tuple[int, ...] = (),
+    **options: Any,
 ) -> GradFn:
-    """`replay.value_and_grad` without sharing: same signature and result, every row run from its first token.
+    """`replay.value_and_grad` without sharing: same arguments and result, every row run from its first token.
 
-    branch_batch rows run at a time (1 by default). chunk_size, prefix_activations, memory_budget, prefix and
-    response_buckets have nothing to act on. Costs 3·G·(P + R) forward tokens a group (4 with
-    remat_policy="nothing_saveable"), plus G·(P + R) for objectives that are not declared per branch.
+    branch_batch rows run at a time (1 by default). Of the other options remat_policy and temperature act; chunk_size,
+    prefix_activations, memory_budget, prefix and response_buckets are checked, and have nothing to act on. Costs
+    3·G·(P + R) forward tokens a group (4 with remat_policy="nothing_saveable"), plus G·(P + R) for objectives that are
+    not declared per branch.
 
     Raises: ValueError for prefix_grad other than "exact".
     """
@@ -111,15 +108,5 @@ def dense_value_and_grad(
         raise ValueError(
             f'dense_value_and_grad computes the exact gradient only; prefix_grad must be "exact", got {prefix_grad!r}'
         )
-    options = Options(
-        prefix_grad,
-        chunk_size,
-        branch_batch or 1,
-        remat_policy,
-        prefix_activations,
-        memory_budget,
-        temperature,
-        prefix,
-        response_buckets,
-    )
-    return grad_function(as_objective(objective), model, options, Branches(rows_forward, rows_backward, shared=False))
+    checked = Options(prefix_grad, branch_batch=branch_batch or 1, **options)
+    return grad_function(as_objective(objective), model, checked, Branches(rows_forward, rows_backward, shared=False))

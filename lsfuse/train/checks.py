@@ -49,11 +49,11 @@ def check_groups(config: ConfigDict, task: Any) -> None:
     if offline:
         if not len(task):
             raise ValueError("there are no groups to train on")
-        if isinstance(task, data.JsonlGroups):
+        if isinstance(task, data.Groups):
             names = ("max_prompt", "max_response", "num_generations")
             for name, needed in zip(names, task.largest, strict=True):
                 if needed > fields[name]:
-                    raise ValueError(f"config.rl.{name} is {fields[name]}, but the groups of {task.path} need {needed}")
+                    raise ValueError(f"config.rl.{name} is {fields[name]}, but the groups of {task} need {needed}")
         for name in ("dynamic_sampling", "overlong_buffer"):
             if fields[name]:
                 raise ValueError(f"config.rl.{name} is {fields[name]}, but groups sampled elsewhere are not sampled")
@@ -106,7 +106,7 @@ def check_warm_start(config: ConfigDict, task: Any, stages: list[Stage]) -> None
 
 def _sizes(task: Any) -> Any:
     """(index, responses) of every group."""
-    return enumerate(task.group_sizes if isinstance(task, data.JsonlGroups) else (group.size for group in task))
+    return enumerate(task.group_sizes if isinstance(task, data.Groups) else (group.size for group in task))
 
 
 def _where(task: Any, index: int) -> str:

@@ -43,6 +43,11 @@ def schema_of(config: Mapping[str, Any] | ConfigDict) -> Mapping[str, Any]:
     return DISTIL_SCHEMA if config.get("program") == "distil" else SCHEMA
 
 
+def today_s_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of all fields that a config of this program may have: what counts where a saved one lacks some."""
+    return default_config(schema_of(config)).to_dict()
+
+
 def check_fields(names: Iterable[str], schema: Mapping[str, Any] = SCHEMA) -> None:
     """Raises ValueError for the first dotted name that is no field, with the nearest one that is."""
     known = fields(schema)

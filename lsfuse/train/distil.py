@@ -22,9 +22,10 @@ from lsfuse.fusion.distil import Model, Span, Teacher, make_teacher, match_block
 from lsfuse.fusion.texts import Texts
 from lsfuse.io.checkpoint import Checkpoints
 from lsfuse.model import ModelConfig
+from lsfuse.model.params import check_trainable
 from lsfuse.train import workdir as files
 from lsfuse.train.build import abstract_params
-from lsfuse.train.config import checked, resolve_config
+from lsfuse.train.config import checked, resolve_config, today_s_fields
 from lsfuse.train.distil_data import TextWindows, evaluate, full, probe
 from lsfuse.train.distil_report import format_distillation, summarize_distillation, write_distillation_report
 from lsfuse.train.distil_schema import STAGE
@@ -103,6 +104,9 @@ def set_up_distillation(
     for field, value in (("model.path", config.model.path or parent), ("data.path", config.data.path)):
         if value is None:
             raise ValueError(f"config.{field} is not set")
+    for given in (parent, child):
+        if given is not None:
+            check_trainable(given[1])
     if tokenizer is None:
         if config.model.path is None:
             raise ValueError("a parent that is passed needs a tokenizer passed with it")
@@ -202,11 +206,12 @@ def distil(
     Raises:
         ValueError, FileExistsError, FileNotFoundError: anything wrong with what was given, before any work.
         CheckpointError: a checkpoint cannot be written, or none can be read.
+        OSError: a full disk; what was saved is untouched, and `resume` goes on from it.
         FloatingPointError: loss or gradient is not finite.
     """
     workdir = pathlib.Path(workdir).absolute()
     setup = set_up_distillation(config, workdir, parent=parent, child=child, tokenizer=tokenizer, resume=resume)
-    with files.locked(workdir):
+    with files.full_disk(workdir), files.locked(workdir):
         files.check_workdir(workdir, setup.saved, resume)
         write_run_files(workdir, setup.saved)
         with contextlib.ExitStack() as stack:
@@ -220,7 +225,9 @@ class _Run:
     def __init__(self, setup: DistilSetup, workdir: pathlib.Path, metrics: files.JsonLines, progress: Progress):
         self.setup, self.workdir, self.metrics, self.progress = setup, workdir, metrics, progress
         self.model = setup.model
-        self.checkpoints = Checkpoints(workdir / "checkpoints", setup.saved, setup.config.checkpoint.keep)
+        self.checkpoints = Checkpoints(
+            workdir / "checkpoints", setup.saved, setup.config.checkpoint.keep, today_s_fields(setup.saved)
+        )
         self.teacher: Teacher | None = None
         self.position = 0
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from lsfuse.files import write_atomic
 from lsfuse.train.report import draw
-from lsfuse.train.workdir import write_atomic
 
 _LAST = 10  # steps that a stage's loss at its end averages over
 

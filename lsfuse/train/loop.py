@@ -6,11 +6,10 @@ checkpoint on resume. So a run that is killed at any moment and resumed computes
 
 import contextlib
 import dataclasses
-import errno
 import json
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ from lsfuse.model import ModelConfig
 from lsfuse.replay.objective import ObjectiveFn
 from lsfuse.train import build, checks
 from lsfuse.train import workdir as files
-from lsfuse.train.config import resolve_config
+from lsfuse.train.config import resolve_config, today_s_fields
 from lsfuse.train.measure import compare
 from lsfuse.train.metadata import write_run_files
 from lsfuse.train.phases import EVAL_STREAM, GroupRL, State, WarmStart, abstract_state, init_state
@@ -34,7 +33,6 @@ from lsfuse.train.profile import Profiler
 from lsfuse.train.progress import Progress
 from lsfuse.train.report import format_summary, parameter_change, summarize, write_report
 from lsfuse.train.rollout import evaluate
-from lsfuse.train.schema import default_config
 from lsfuse.train.tensorboard import Events, require_tensorboard
 from lsfuse.types import Params
 
@@ -154,7 +152,7 @@ def run(
     workdir = pathlib.Path(workdir).absolute()
     given = {"task": task, "reward_fn": reward_fn, "objective": objective, "optimizer": optimizer}
     setup = set_up(config, workdir, **given, resume=resume)
-    with _full_disk(workdir), files.locked(workdir):
+    with files.full_disk(workdir), files.locked(workdir):
         files.check_workdir(workdir, setup.saved, resume)  # nobody came in between
         write_run_files(workdir, setup.saved)
         with contextlib.ExitStack() as stack:
@@ -162,18 +160,6 @@ def run(
             samples = stack.enter_context(files.JsonLines(workdir / "samples.jsonl"))
             events = stack.enter_context(Events(workdir / "tensorboard")) if tensorboard else None
             return _Run(setup, workdir, metrics, samples, progress, profile, events).run()
-
-
-@contextlib.contextmanager
-def _full_disk(workdir: pathlib.Path) -> Iterator[None]:
-    """Says which disk is full, and what to do; the system's own error names no file where a write fails."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        message = f"{error.strerror}: {error.filename or workdir}; make room and continue with --resume"
-        raise OSError(errno.ENOSPC, message) from error
 
 
 def _name(thing: Any) -> str:
@@ -199,7 +185,7 @@ class _Run:
         self.events = events
         self.config, self.model = setup.config, setup.model
         self.key = jax.random.key(self.config.seed)
-        defaults = default_config().to_dict()
+        defaults = today_s_fields(setup.saved)
         self.checkpoints = Checkpoints(workdir / "checkpoints", setup.saved, self.config.checkpoint.keep, defaults)
         self.start = Checkpoints(workdir / "start", setup.saved, 1, defaults)
         self.progress = Progress(progress)
@@ -314,9 +300,9 @@ class _Run:
         sizes = restored.info["sizes"] if restored else {}
         for file in (self.metrics, self.samples):
             file.cut(sizes.get(file.path.name, 0))
+        records = self.metrics.read()  # damage there is found now, not after the last step
         if self.events is not None:
-            self.events.start(self.metrics.read())
-        self.metrics.read()  # damage there is found now, not after the last step
+            self.events.start(records)
         if restored is None:
             params = self.setup.load_params()
             if self.warm_start is None:

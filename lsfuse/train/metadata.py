@@ -15,8 +15,7 @@ import jax
 
 from lsfuse.io.checkpoint_manifest import missing_fields
 from lsfuse.train import workdir as files
-from lsfuse.train.config import schema_of
-from lsfuse.train.schema import default_config
+from lsfuse.train.config import today_s_fields
 
 _PACKAGES = ("lsfuse", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 
@@ -77,7 +76,7 @@ def what_changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def write_run_files(workdir: pathlib.Path, saved: dict[str, Any]) -> None:
     """config.json, and this session in run.json. Warns where the last session had other code, versions or devices."""
     before = files.saved_config(workdir)
-    late = missing_fields(before, default_config(schema_of(saved)).to_dict()) if before else {}
+    late = missing_fields(before, today_s_fields(saved)) if before else {}
     if late:
         listed = ", ".join(f"{name} = {value!r}" for name, value in late.items())
         warnings.warn(f"{workdir} is of before some fields existed; it goes on with {listed}", stacklevel=3)

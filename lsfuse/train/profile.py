@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import jax
 
-from lsfuse.train.workdir import write_atomic
+from lsfuse.files import write_atomic
 
 STEPS = 2  # traced; the one before them compiles
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from lsfuse.files import write_atomic
 from lsfuse.io.checkpoint_manifest import leaf_names
-from lsfuse.train.workdir import write_atomic
 from lsfuse.types import Params
 
 _LAST = 10  # steps that "at the end" averages over

@@ -8,6 +8,7 @@ tensorboard/     events, if asked for         profile/       a trace, if asked f
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -16,21 +17,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lsfuse.data.jsonl import read_jsonl
+from lsfuse.files import write_atomic  # noqa: F401  (with what else a work directory needs)
 from lsfuse.io.checkpoint_manifest import check_config
-from lsfuse.train.schema import default_config
+from lsfuse.train.config import today_s_fields
 
 CONFIG = "config.json"
 LOCK = ".lock"
-
-
-def write_atomic(path: pathlib.Path, text: str) -> None:
-    """The file holds the old text or the new one, whatever happens."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def check_workdir(workdir: pathlib.Path, config: Mapping[str, Any] | None, resume: bool) -> None:
@@ -55,7 +47,7 @@ def check_workdir(workdir: pathlib.Path, config: Mapping[str, Any] | None, resum
     if saved is None:
         raise FileExistsError(f"{workdir} holds {', '.join(held[:3])}, but no {CONFIG}: no run was started in it")
     if config is not None:
-        check_config(saved, config, f"work directory {workdir}", default_config().to_dict())
+        check_config(saved, config, f"work directory {workdir}", today_s_fields(config))
 
 
 def _mine_but_empty(name: str) -> bool:
@@ -80,6 +72,18 @@ def read_object(path: pathlib.Path, cure: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} cannot be read (it holds a {type(value).__name__}, not an object); {cure}")
     return value
+
+
+@contextlib.contextmanager
+def full_disk(workdir: pathlib.Path) -> Iterator[None]:
+    """Says which disk is full, and what to do; the system's own error names no file where a write fails."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        message = f"{error.strerror}: {error.filename or workdir}; make room and continue with --resume"
+        raise OSError(errno.ENOSPC, message) from error
 
 
 @contextlib.contextmanager
