@@ -79,8 +79,9 @@ def main() -> None:
 
 def one(config, workdir) -> None:
     distils = train.schema_of(config) is train.DISTIL_SCHEMA
-    if distils and _PROFILE.value:
-        raise ValueError("--profile traces RL steps; a distillation has none")
+    for flag in (_PROFILE, _TENSORBOARD):
+        if distils and flag.value:
+            raise ValueError(f"--{flag.name} is of group RL; a distillation does without")
     if _DRY_RUN.value:
         print((train.describe_distillation if distils else train.dry_run)(config))
     elif distils:

@@ -169,3 +169,12 @@ def test_teacher_and_child_hold_unchanged_weights_once():
 
 def _shapes(i):
     return block_param_shapes(CONFIG, CONFIG.blocks[i])
+
+
+def test_parallel_blocks_are_refused():
+    """The losses run blocks in turn: on blocks that stand beside each other they would be those of another model."""
+    config, params = fusion.parallel_blocks([(2, 3)])(CONFIG, random_params(CONFIG))
+    with pytest.raises(ValueError, match="block 3 stands beside block 2 .*distil first, or fuse"):
+        distil.match_blocks(config, CONFIG)
+    with pytest.raises(ValueError, match="block 3 stands beside block 2"):
+        distil.lm_loss(params, config, IDS, LENGTHS)

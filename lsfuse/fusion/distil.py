@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from lsfuse.fusion.forward import embed_texts, kl_divergence, over_chunks
+from lsfuse.fusion.forward import embed_texts, token_measures
 from lsfuse.fusion.surgery import cut
 from lsfuse.fusion.tree import block_sources
 from lsfuse.model.blocks import at_block, block_backward, block_forward, saved_names
@@ -50,8 +50,11 @@ def match_blocks(child: ModelConfig, parent: ModelConfig) -> tuple[Span, ...]:
     A fused block corresponds to all of its members, so that it ends where the parent's last member does. Blocks that
     were taken out belong to the block behind them, at the end to the last. Blocks whose order was changed are one span.
 
-    Raises: ValueError if the child is not made of this parent, or if vocabulary or hidden size differ.
+    Raises: ValueError if the child is not made of this parent, if vocabulary or hidden size differ, or if blocks of
+        either stand beside each other.
     """
+    for config in (child, parent):
+        _check_in_turn(config)
     for name in ("vocab_size", "hidden_size"):
         mine, theirs = getattr(child, name), getattr(parent, name)
         if mine != theirs:
@@ -201,7 +204,8 @@ def run_blocks(
     runs: Params, config: ModelConfig, x: Array, lengths: Array, first_run: int = 0, policy: str = POLICY
 ) -> tuple[Array, list[Array]]:
     """Runs `first_run` … on x [B, T, D]. Returns: (x after the last block, outputs of every block, [blocks of the run,
-    B, T, D] a run)."""
+    B, T, D] a run). Raises: ValueError for blocks that stand beside each other."""
+    _check_in_turn(config)
     tokens = make_tokens(config, 0, x.shape[1], lengths, x.dtype)
     outputs = []
     for r, (block, count) in list(enumerate(config.runs))[first_run:]:
@@ -214,6 +218,15 @@ def run_blocks(
         x, ys = lax.scan(body, x, (runs[str(r)], jnp.arange(count)))
         outputs.append(ys)
     return x, outputs
+
+
+def _check_in_turn(config: ModelConfig) -> None:
+    beside = [i for i, block in enumerate(config.blocks) if block.beside]
+    if beside:
+        raise ValueError(
+            f"block {beside[0]} stands beside block {beside[0] - 1} (parallel_blocks); distillation and its losses run"
+            " blocks one after another: distil first, or fuse the FFNs of attention-free blocks, which is the same"
+        )
 
 
 def _one_block(params: Params, config: ModelConfig, index: int, x: Array, lengths: Array, policy: str) -> Array:
@@ -336,14 +349,7 @@ def token_scores(
         hidden.append(teacher_outputs(teacher, ids, lengths)[-1])
         models.append((teacher.rest, teacher.config))
 
-    def measures(*args: Array) -> dict[str, Array]:
-        *out, label = args
-        found: dict[str, Array] = {"nll": -jnp.take_along_axis(jax.nn.log_softmax(out[0]), label[:, None], 1)[:, 0]}
-        if len(out) == 2:
-            found |= {"kl": kl_divergence(out[1], out[0]), "top1": (out[0].argmax(-1) == out[1].argmax(-1)) * 1.0}
-        return found
-
     flat = [h.reshape(-1, h.shape[-1]) for h in hidden]
     all_params, configs = zip(*models, strict=True)
-    found = over_chunks(all_params, configs, flat, measures, jnp.roll(ids, -1, 1).reshape(-1))
-    return {name: value.reshape(ids.shape) for name, value in found.items()}
+    found = token_measures(all_params, configs, flat, ids)
+    return {name.replace("nll0", "nll"): x.reshape(ids.shape) for name, x in found.items() if name != "nll1"}
