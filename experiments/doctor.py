@@ -18,6 +18,7 @@ _EXTRAS = {
     "tensorboard": "event files for TensorBoard",
     "data": "data sets built with tensorflow-datasets",
     "reasoning": "problems of reasoning-gym",
+    "eval": "tasks of lm-eval on our models",
     "notebook": "notebooks",
     "tpu": "TPUs, and compiling for them ahead of time",
     "cuda": "NVIDIA GPUs",
