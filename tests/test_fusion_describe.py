@@ -14,7 +14,7 @@ from helpers import HOLLOW, random_params, tiny
 from experiments import describe as command
 from lsfuse import fusion
 from lsfuse.fusion import describe
-from lsfuse.model import BlockConfig, count_params, unstack_blocks
+from lsfuse.model import BlockConfig, abstract_params, count_params, unstack_blocks
 
 FULL, FFN, NONE = BlockConfig("full", 2, 24), BlockConfig("none", 1, 8), BlockConfig("none", 1, 0)
 
@@ -69,7 +69,7 @@ def test_a_dry_run_is_the_transform_without_weights():
         fusion.reduce_kv_heads(1),
     )
     want, want_params = surgery(config, jax.tree.map(jnp.asarray, params))
-    got, shapes = describe.on_shapes(surgery, config, describe.abstract_params(config, jnp.float32))
+    got, shapes = describe.on_shapes(surgery, config, abstract_params(config, jnp.float32))
     assert got == want
     assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), want_params)
     text = fusion.dry_run(surgery, config)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from lsfuse.fusion.tree import Transform
-from lsfuse.model.config import BlockConfig, ModelConfig, block_param_shapes, param_shapes
-from lsfuse.model.params import count_params
+from lsfuse.model.config import BlockConfig, ModelConfig, block_param_shapes
+from lsfuse.model.params import abstract_params, count_params
 from lsfuse.replay import state_bytes_per_token
 from lsfuse.types import Params
 
@@ -111,13 +111,6 @@ def balance(sizes: Sequence[int], parts: int) -> list[int]:
     return found
 
 
-def abstract_params(config: ModelConfig, dtype: Any = jnp.bfloat16) -> Params:
-    """The parameter tree as shapes."""
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype), param_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
-    )
-
-
 def on_shapes(transform: Transform, config: ModelConfig, params: Params | None = None) -> tuple[ModelConfig, Params]:
     """What a transform makes of a model, as config and shapes; params: arrays or shapes, bfloat16 by default.
 
@@ -130,14 +123,14 @@ def on_shapes(transform: Transform, config: ModelConfig, params: Params | None =
         found.append(config_after)
         return after
 
-    shapes = jax.eval_shape(run, abstract_params(config) if params is None else params)
+    shapes = jax.eval_shape(run, abstract_params(config, jnp.bfloat16) if params is None else params)
     return found[-1], shapes
 
 
 def dry_run(transform: Transform, config: ModelConfig, params: Params | None = None) -> str:
     """Text for people: blocks and figures before and after a transform. No weight is touched."""
     after, shapes = on_shapes(transform, config, params)
-    dtype = (abstract_params(config) if params is None else params)["embed_tokens"].dtype
+    dtype = (abstract_params(config, jnp.bfloat16) if params is None else params)["embed_tokens"].dtype
     lines = [f"{'':<22}{'before':>16}{'after':>16}"]
     old, new = summarize(config, dtype), summarize(after, dtype)
     if any(jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in jax.tree.leaves(shapes)):  # quantised

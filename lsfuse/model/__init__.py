@@ -12,7 +12,14 @@ from lsfuse.model.config import (
     uniform_blocks,
 )
 from lsfuse.model.logprobs import token_logprobs
-from lsfuse.model.params import check_params, count_params, init_params, stack_blocks, unstack_blocks
+from lsfuse.model.params import (
+    abstract_params,
+    check_params,
+    count_params,
+    init_params,
+    stack_blocks,
+    unstack_blocks,
+)
 from lsfuse.model.state import PrefixState, init_state
 from lsfuse.model.transformer import forward, logits
 
@@ -22,6 +29,7 @@ __all__ = [
     "ModelConfig",
     "PrefixState",
     "RopeScaling",
+    "abstract_params",
     "block_param_shapes",
     "check_params",
     "count_params",

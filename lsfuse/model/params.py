@@ -36,6 +36,12 @@ def init_params(config: ModelConfig, key: Array, dtype=jnp.float32) -> Params:
     return with_all_runs(config, traverse_util.unflatten_dict(leaves, sep="/"))
 
 
+def abstract_params(config: ModelConfig, dtype=jnp.float32) -> Params:
+    """The tree as `jax.ShapeDtypeStruct`s."""
+    shapes = param_shapes(config)
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, dtype), shapes, is_leaf=lambda s: isinstance(s, tuple))
+
+
 def with_all_runs(config: ModelConfig, params: Params) -> Params:
     """`params` with a place for every run: blocks with neither attention nor FFN have no leaf that would make one."""
     runs = params.get("runs", {})

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from lsfuse import data, io, rl
-from lsfuse.model import ModelConfig, init_params, uniform_blocks
+from lsfuse.model import ModelConfig, abstract_params, init_params, uniform_blocks
 from lsfuse.replay import Objective, choose_prefix_activations
 from lsfuse.replay import Options as ReplayOptions
 from lsfuse.train.optimizer import trained
@@ -109,11 +109,6 @@ def make_model(config: ConfigDict, tokenizer: Any) -> tuple[ModelConfig, Callabl
     model = random_model(config, tokenizer)
     key = jax.random.fold_in(jax.random.key(config.seed), 0)
     return model, lambda: jax.jit(init_params, static_argnums=(0, 2))(model, key, dtype)
-
-
-def abstract_params(model: ModelConfig, dtype: Any) -> Any:
-    """The parameters as a tree of `jax.ShapeDtypeStruct`s."""
-    return jax.eval_shape(lambda: init_params(model, jax.random.key(0), dtype))
 
 
 def random_model(config: ConfigDict, tokenizer: Any) -> ModelConfig:

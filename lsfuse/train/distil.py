@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from lsfuse import fusion, io
+from lsfuse.fusion.describe import on_shapes
 from lsfuse.fusion.distil import Model, Span, Teacher, make_teacher, match_blocks
 from lsfuse.fusion.texts import Texts
 from lsfuse.io.checkpoint import Checkpoints
-from lsfuse.model import ModelConfig
+from lsfuse.model import ModelConfig, abstract_params
 from lsfuse.model.params import check_trainable
 from lsfuse.train import workdir as files
-from lsfuse.train.build import abstract_params
 from lsfuse.train.config import checked, resolve_config, today_s_fields
 from lsfuse.train.distil_data import TextWindows, evaluate, full, probe
 from lsfuse.train.distil_report import format_distillation, summarize_distillation, write_distillation_report
@@ -142,9 +142,7 @@ def _models(config: ConfigDict, parent_config: ModelConfig, parent: Model | None
     elif path is not None:
         model = io.read_config(io.resolve_hf(path))
     else:
-        found: list[ModelConfig] = []
-        jax.eval_shape(lambda p: found.append(transform(parent_config, p)[0]), abstract_params(parent_config, dtype))
-        model = found[0]
+        model, _ = on_shapes(transform, parent_config, abstract_params(parent_config, dtype))
 
     def load() -> tuple[Model, Model]:
         first = parent or io.load_hf(config.model.path, dtype)

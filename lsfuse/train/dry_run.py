@@ -10,9 +10,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from lsfuse import replay
-from lsfuse.model import count_params
+from lsfuse.model import abstract_params, count_params
 from lsfuse.replay.memory import kept_bytes_per_token
-from lsfuse.train.build import abstract_params, replay_options
+from lsfuse.train.build import replay_options
 from lsfuse.train.loop import Setup, set_up
 from lsfuse.train.measure import step_cost
 

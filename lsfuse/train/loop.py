@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from lsfuse import io, replay
 from lsfuse.io.checkpoint import Checkpoints
 from lsfuse.io.checkpoint_manifest import CheckpointError
-from lsfuse.model import ModelConfig
+from lsfuse.model import ModelConfig, abstract_params
 from lsfuse.replay.objective import ObjectiveFn
 from lsfuse.train import build, checks
 from lsfuse.train import workdir as files
@@ -278,7 +278,7 @@ class _Run:
     # --- checkpoints ---
 
     def _abstract_params(self) -> Any:
-        return build.abstract_params(self.model, jnp.dtype(self.config.dtype))
+        return abstract_params(self.model, jnp.dtype(self.config.dtype))
 
     def _save(self, phase: str, done: int, state: State) -> None:
         step = done + (self.warm_start.steps if phase == "rl" and self.warm_start else 0)
