@@ -74,15 +74,15 @@ def pytest_sessionfinish(session):
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     for name, error in getattr(node, "workeroutput", {}).get("worst", {}).items():
-        _worst()[name] = max(_worst().get(name, 0.0), error)
+        _worst()[name] = max(_worst().get(name, (0.0, "")), tuple(error))
 
 
 def pytest_terminal_summary(terminalreporter):
-    for name, error in sorted(_worst().items()):
-        terminalreporter.write_line(f"gradients against the dense oracle, worst leaf, {name}: {error:.1e}")
+    for name, (error, test) in sorted(_worst().items()):
+        terminalreporter.write_line(f"gradients against the dense oracle, worst leaf, {name}: {error:.1e} ({test})")
 
 
-def _worst() -> dict[str, float]:
+def _worst() -> dict[str, tuple[float, str]]:
     import oracle
 
     return oracle.WORST

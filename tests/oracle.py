@@ -21,6 +21,7 @@ of their computation carries gradient.
 
 import functools
 import math
+import os
 from typing import Any
 
 import jax
@@ -346,8 +347,8 @@ def grad_errors(grads: Grads, oracle_grads: Grads, cancelled: float = 1e-14) -> 
     return errors
 
 
-# Largest error of any leaf that was close enough, by dtype; the suite prints it at its end.
-WORST: dict[str, float] = {}
+# Largest error of any leaf that was close enough, and the test it was in, by dtype; the suite prints it at its end.
+WORST: dict[str, tuple[float, str]] = {}
 
 
 def assert_grads_close(grads: Grads, oracle_grads: Grads, tol: float, cancelled: float | None = None) -> None:
@@ -365,4 +366,5 @@ def assert_grads_close(grads: Grads, oracle_grads: Grads, tol: float, cancelled:
         lines = "\n".join(f"  {name}: {error:.3e}" for name, error in sorted(bad.items(), key=lambda e: -e[1]))
         raise AssertionError(f"{len(bad)} of {len(errors)} leaves exceed {tol:g}:\n{lines}")
     dtype = "/".join(sorted(d.name for d in dtypes))
-    WORST[dtype] = max(WORST.get(dtype, 0.0), *errors.values())
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").removesuffix(" (call)")
+    WORST[dtype] = max(WORST.get(dtype, (0.0, "")), (max(errors.values(), default=0.0), test))
