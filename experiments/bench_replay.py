@@ -9,17 +9,20 @@ float32. All modes are timed in turn, within one run. Writes table.txt, rows.csv
 import dataclasses
 import pathlib
 import platform
+import time
 
 import jax
 import matplotlib
 import numpy as np
+import optax
 from absl import app, flags
 
 from experiments.tables import write_table
 from lsfuse import model as models
 from lsfuse import replay
 from lsfuse.rl import reinforce
-from lsfuse.train import measure
+from lsfuse.train import make_update, measure
+from lsfuse.types import Params
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -37,6 +40,7 @@ _BLOCKS = flags.DEFINE_integer("blocks", 8, "Blocks of the model.", lower_bound=
 _D = flags.DEFINE_integer("d", 512, "Width of the model; heads of 64, half as many kv heads.", lower_bound=128)
 _FFN = flags.DEFINE_integer("ffn", 1536, "Hidden channels of the FFNs.", lower_bound=1)
 _VOCAB = flags.DEFINE_integer("vocab", 8192, "Vocabulary.", lower_bound=2)
+_UPDATE = flags.DEFINE_bool("training_step", False, "Also compile the exact gradient with AdamW as one program.")
 _OUT = flags.DEFINE_string("out", "runs/bench_replay", "Folder for the results.")
 
 
@@ -53,6 +57,15 @@ def make_batch(model: models.ModelConfig, prompt: int, response: int, branches: 
         group_sizes=np.full(1, branches, np.int32),
         advantages=rng.normal(size=(1, branches)).astype(np.float32),
     )
+
+
+def compile_training_step(model: models.ModelConfig, params: Params, batch: replay.Batch, **options) -> float:
+    """Wall seconds from Python to machine code of the step that training runs, the optimizer included."""
+    optimizer = optax.adamw(1e-4)
+    state = jax.eval_shape(optimizer.init, params)
+    start = time.perf_counter()
+    make_update(reinforce(), model, optimizer, **options).lower(params, state, batch).compile()
+    return time.perf_counter() - start
 
 
 def save(out: pathlib.Path, rows: list[measure.Measured], text: str, setting: dict) -> None:
@@ -86,22 +99,20 @@ def main(argv: list[str]) -> None:
     batch = make_batch(model, _P.value, _R.value, _G.value)
     replay.check_batch(batch, model)
     modes: list[str | int] = [*_MODES.value, *([_N.value] if _N.value else [])]
-    rows = measure.compare(
-        model,
-        params,
-        batch,
-        reinforce(),
-        modes,
-        _REPEATS.value,
-        chunk_size=_CHUNK.value,
-        branch_batch=_BRANCHES.value or None,
-        prefix_activations=_KEEP.value,
-    )
+    options = {
+        "chunk_size": _CHUNK.value,
+        "branch_batch": _BRANCHES.value or None,
+        "prefix_activations": _KEEP.value,
+    }
+    rows = measure.compare(model, params, batch, reinforce(), modes, _REPEATS.value, **options)
     text = measure.table(rows)
-    print(text)
     setting = {name: flags.FLAGS[name].value for name in ("P", "R", "G", "chunk_size", "branch_batch", "blocks", "d")}
     setting |= {"ffn": _FFN.value, "vocab": _VOCAB.value, "prefix_activations": _KEEP.value, "jax": jax.__version__}
     setting |= {"device": jax.devices()[0].device_kind, "python": platform.python_version()}
+    if _UPDATE.value:
+        setting["training_step_compile_seconds"] = compile_training_step(model, params, batch, **options)
+        text += f"\nexact step with AdamW compiles in {setting['training_step_compile_seconds']:.1f} s"
+    print(text)
     save(pathlib.Path(_OUT.value), rows, text, setting)
     print(f"written to {_OUT.value}")
 

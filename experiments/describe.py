@@ -7,7 +7,8 @@
 --model names a folder with config.json, a config.json by itself (shapes only), or a file of block tables (name ->
 "config", as in config.json, and "blocks": [kv heads, FFN width, …] each), of which --table chooses one. Prints blocks,
 parameters, KV bytes per token, the widest block, and which blocks go on which of --devices devices, balanced by the
-bytes of their weights. --out: a folder for table.txt, rows.csv and rows.json.
+bytes of their weights. --tensor_parallel=N: an error if N devices cannot share every block evenly. --out: a folder for
+table.txt, rows.csv and rows.json.
 """
 
 import json
@@ -76,6 +77,7 @@ def main(argv: list[str]) -> None:
     del argv
     try:
         config = read_model(flags.FLAGS.model, flags.FLAGS.table)
+        describe.check_tensor_parallel(config, flags.FLAGS.tensor_parallel)
         text = report(config, flags.FLAGS.devices, flags.FLAGS.dtype)
     except (ValueError, OSError, KeyError, json.JSONDecodeError) as error:
         sys.exit(f"error: {error}")
@@ -101,6 +103,7 @@ def define_flags() -> None:
     flags.DEFINE_string("model", None, "Checkpoint folder, config.json, or file of block tables.", required=True)
     flags.DEFINE_string("table", None, "Which of a file's block tables.")
     flags.DEFINE_integer("devices", 1, "Devices that share the blocks.", lower_bound=1)
+    flags.DEFINE_integer("tensor_parallel", 1, "Devices that share each block.", lower_bound=1)
     flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of weights, keys and values.")
     flags.DEFINE_string("out", None, "Folder for the tables; printed only if not given.")
 

@@ -59,13 +59,18 @@ def test_every_family_mode_and_objective(x64, family, prefix_grad, name):
     check(family, name, prefix_grad)
 
 
+REMAT = {
+    "family": ("gemma2", "gemma3", "plain"),
+    "remat_policy": ("dots_with_no_batch_dims_saveable", "nothing_saveable", "dots_saveable"),
+    "prefix_activations": ("keep", "recompute"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["dots_with_no_batch_dims_saveable", "nothing_saveable", "dots_saveable"])
-@pytest.mark.parametrize("keep", ["keep", "recompute"])
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "plain"])
-def test_remat_policies(x64, family, policy, keep):
-    options = {"remat_policy": policy, "prefix_activations": keep, "chunk_size": 7, "branch_batch": 4}
-    check(family, "coupled", "exact", **options)
+@pytest.mark.parametrize("row", helpers.all_pairs(REMAT), ids=lambda row: "-".join(row.values()))
+def test_remat_policies(x64, row):
+    options = {"chunk_size": 7, "branch_batch": 4, **row}
+    check(options.pop("family"), "coupled", "exact", **options)
 
 
 @pytest.mark.parametrize(
@@ -97,18 +102,17 @@ def test_several_tiles(x64, monkeypatch, family, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [100, 512, 700])
-def test_real_tile_sizes(x64, window):
+@pytest.mark.parametrize(("window", "mode", "chunk"), [(100, 700, 512), (512, "exact", 600), (700, 700, 512)])
+def test_real_tile_sizes(x64, window, mode, chunk):
     """Prompts beyond two key tiles, responses beyond two own tiles, windows within a tile, of one, and of several."""
     blocks = (BlockConfig("sliding", 2, 24, window=window), BlockConfig("full", 2, 24))
     config = helpers.tiny(num_heads=2, head_dim=2, blocks=blocks, max_position_embeddings=2048)
     params = helpers.random_params(config)
     batch = helpers.make_batch(config, (1100,), ((520, 520, 300),), None, silent=(), tool_tokens=False)
-    for mode, chunk in (("exact", 600), (700, 512)):
-        step = jax.jit(replay.value_and_grad(helpers.coupled, config, prefix_grad=mode, chunk_size=chunk))
-        _, grads = step(params, batch)
-        want = oracle.value_and_grad(helpers.coupled, config, params, batch, mode)[1]
-        oracle.assert_grads_close(grads, want, 1e-12)
+    step = jax.jit(replay.value_and_grad(helpers.coupled, config, prefix_grad=mode, chunk_size=chunk))
+    _, grads = step(params, batch)
+    want = oracle.value_and_grad(helpers.coupled, config, params, batch, mode)[1]
+    oracle.assert_grads_close(grads, want, 1e-12)
 
 
 def test_a_token_beyond_the_window_changes_nothing(x64):

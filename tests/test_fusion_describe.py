@@ -14,7 +14,7 @@ from helpers import HOLLOW, random_params, tiny
 from experiments import describe as command
 from lsfuse import fusion
 from lsfuse.fusion import describe
-from lsfuse.model import BlockConfig, abstract_params, count_params, unstack_blocks
+from lsfuse.model import BlockConfig, ModelConfig, abstract_params, count_params, unstack_blocks
 
 FULL, FFN, NONE = BlockConfig("full", 2, 24), BlockConfig("none", 1, 8), BlockConfig("none", 1, 0)
 
@@ -55,6 +55,25 @@ def test_placement_is_by_bytes_and_not_by_count():
     assert sum(s.nbytes for s in stages) == 2 * count_params(tiny(blocks=(wide, *(narrow,) * 7)))
     with pytest.raises(ValueError, match="9 devices for 8 blocks"):
         describe.place(tiny(blocks=(narrow,) * 8), 9)
+
+
+@pytest.mark.parametrize(
+    ("change", "size", "message"),
+    [
+        ({}, 3, "num_heads 8 is no multiple of 3 tensor-parallel devices"),
+        ({"vocab_size": 31}, 2, "vocab_size 31 is no multiple of 2"),
+        ({"width": 20}, 8, "block 1: FFN width 20 is no multiple of 8 .* prune_ffn to 16 channels"),
+        ({"heads": 12, "kv": 3}, 4, "block 1: 3 kv heads on 4"),
+    ],
+)
+def test_tensor_parallel_sizes(change, size, message):
+    block = BlockConfig("full", change.get("kv", 4), change.get("width", 32))
+    config = ModelConfig(change.get("vocab_size", 32), 32, change.get("heads", 8), 4, (BlockConfig("full", 4, 32), block))
+    describe.check_tensor_parallel(config, 1)
+    with pytest.raises(ValueError, match=message):
+        describe.check_tensor_parallel(config, size)
+    if not change:
+        describe.check_tensor_parallel(config, 8)  # kv heads on two devices each
 
 
 def test_a_dry_run_is_the_transform_without_weights():

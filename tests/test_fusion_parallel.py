@@ -84,15 +84,22 @@ def test_every_place_by_the_oracle(x64):
     helpers.check_step("plain_grpo", config, params, batch, "placed", remat_policy="nothing_saveable", **options)
 
 
+PLACES = {
+    "normed": (False, True),
+    "prefix_grad": ("exact", "stop", 5),
+    "prefix_activations": ("keep", "recompute"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("prefix_grad", ["exact", "stop", 5])
-@pytest.mark.parametrize("keep", ["keep", "recompute"])
-def test_every_place_and_mode(x64, prefix_grad, keep):
-    """Also with the norms and soft-caps of other families."""
-    for config in (PLACED, dataclasses.replace(PLACED, post_norms=True, norm_offset=1.0, qk_norm=True)):
-        params, batch = helpers.random_params(config, 2), helpers.make_batch(config)
-        options = {"chunk_size": 3, "branch_batch": 2, "prefix_activations": keep, "prefix_grad": prefix_grad}
-        helpers.check_step("coupled", config, params, batch, "placed whole", **options)
+@pytest.mark.parametrize("row", helpers.all_pairs(PLACES), ids=lambda row: "-".join(map(str, row.values())))
+def test_every_place_and_mode(x64, row):
+    """Also with the norms of other families."""
+    options = {"chunk_size": 3, "branch_batch": 2, **row}
+    config = dataclasses.replace(PLACED, post_norms=True, norm_offset=1.0, qk_norm=True)
+    config = config if options.pop("normed") else PLACED
+    params, batch = helpers.random_params(config, 2), helpers.make_batch(config)
+    helpers.check_step("coupled", config, params, batch, "placed whole", **options)
 
 
 @pytest.mark.slow

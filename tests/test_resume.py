@@ -84,37 +84,36 @@ def test_what_an_undisturbed_run_leaves(undisturbed):
     assert all(r["kl"] != 0 for r in result["metrics"][-3:] if r["phase"] == "rl")
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
+# Every process but the first resumes, and counts from where it does. The resumed run dies in turn, as the last one must
+# not care how often that happened.
+CHAINS = {
+    "warm_start": (
         "before_config:0",
         "mid_warm_step:1",
-        "mid_warm_step:3",
-        "mid_rl_step:0",
-        "mid_rl_step:5",
-        "half_a_metrics_line:3",
-        "half_a_metrics_line:9",
-        "while_saving:0",  # in the warm start
+        "while_saving:0",
         "while_saving:1",  # the parameters RL starts from
-        "while_saving:2",  # at the border of the phases
-        "while_saving:4",
+        "while_saving:1",  # at the border of the phases
+    ),
+    "border": (
+        "half_a_metrics_line:3",
+        "mid_warm_step:1",  # of the two that were left
+        "mid_rl_step:-2",  # counted from the fourth step: the first
+        "mid_rl_step:1",
+    ),
+    "rl": (
         "after_saving:3",
+        "half_a_metrics_line:1",
+        "while_saving:0",
         "while_deleting:0",
-        "before_exporting:0",
-        "while_exporting:0",
-        "after_exporting:0",
-    ],
-)
-def test_killed_and_resumed(moment, tmp_path, undisturbed, repo_root):
-    workdir = tmp_path / "run"
-    wait(start(workdir, moment, False, repo_root), -signal.SIGKILL)
-    wait(start(workdir, "never", True, repo_root), 0)
-    assert_same(workdir, undisturbed)
+    ),
+    "export": ("before_exporting:0", "while_exporting:0", "after_exporting:0"),
+}
 
 
-def test_killed_again_and_again(tmp_path, undisturbed, repo_root):
+@pytest.mark.parametrize("moments", CHAINS.values(), ids=CHAINS)
+def test_killed_and_resumed_again_and_again(moments, tmp_path, undisturbed, repo_root):
     workdir = tmp_path / "run"
-    for moment in ("mid_warm_step:2", "while_saving:1", "mid_rl_step:0", "after_saving:0", "half_a_metrics_line:1"):
+    for moment in moments:
         wait(start(workdir, moment, workdir.exists(), repo_root), -signal.SIGKILL)
     wait(start(workdir, "never", True, repo_root), 0)
     assert_same(workdir, undisturbed)

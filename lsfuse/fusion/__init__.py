@@ -15,7 +15,7 @@ from lsfuse.fusion.analysis import (
     removal_scores,
     replacement_scores,
 )
-from lsfuse.fusion.describe import dry_run, place
+from lsfuse.fusion.describe import check_tensor_parallel, dry_run, place
 from lsfuse.fusion.evaluate import evaluate
 from lsfuse.fusion.fuse import fuse_ffn, reverse, wide_ffn
 from lsfuse.fusion.parallel import parallel_blocks, parallel_parts
@@ -47,6 +47,7 @@ __all__ = [
     "attention_free_runs",
     "block_sources",
     "chain",
+    "check_tensor_parallel",
     "cosine_distance",
     "cut",
     "dependency",

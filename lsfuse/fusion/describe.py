@@ -63,6 +63,23 @@ def summarize(config: ModelConfig, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     }
 
 
+def check_tensor_parallel(config: ModelConfig, size: int) -> None:
+    """Raises ValueError, naming block and width, if `size` devices cannot share heads, FFN channels or vocabulary
+    evenly. Kv heads may also be fewer, each then on size / kv heads devices."""
+    for name, count in (("num_heads", config.num_heads), ("vocab_size", config.vocab_size)):
+        if count % size:
+            raise ValueError(f"{name} {count:,} is no multiple of {size} tensor-parallel devices")
+    for i, block in enumerate(config.blocks):
+        if block.ffn_width % size:
+            below = block.ffn_width // size * size
+            raise ValueError(
+                f"block {i}: FFN width {block.ffn_width:,} is no multiple of {size} tensor-parallel devices; prune_ffn"
+                f" to {below:,} channels, or fuse other spans"
+            )
+        if block.has_attention and block.num_kv_heads % size and size % block.num_kv_heads:
+            raise ValueError(f"block {i}: {block.num_kv_heads} kv heads on {size} tensor-parallel devices")
+
+
 def block_parameters(config: ModelConfig, block: BlockConfig) -> int:
     return sum(math.prod(shape) for shape in block_param_shapes(config, block).values())
 
