@@ -67,8 +67,8 @@ def test_placement_is_by_bytes_and_not_by_count():
     ],
 )
 def test_tensor_parallel_sizes(change, size, message):
-    block = BlockConfig("full", change.get("kv", 4), change.get("width", 32))
-    config = ModelConfig(change.get("vocab_size", 32), 32, change.get("heads", 8), 4, (BlockConfig("full", 4, 32), block))
+    blocks = (BlockConfig("full", 4, 32), BlockConfig("full", change.get("kv", 4), change.get("width", 32)))
+    config = ModelConfig(change.get("vocab_size", 32), 32, change.get("heads", 8), 4, blocks)
     describe.check_tensor_parallel(config, 1)
     with pytest.raises(ValueError, match=message):
         describe.check_tensor_parallel(config, size)
