@@ -10,6 +10,7 @@ import dataclasses
 import pathlib
 import platform
 import time
+from typing import Any
 
 import jax
 import matplotlib
@@ -64,7 +65,7 @@ def compile_training_step(model: models.ModelConfig, params: Params, batch: repl
     optimizer = optax.adamw(1e-4)
     state = jax.eval_shape(optimizer.init, params)
     start = time.perf_counter()
-    make_update(reinforce(), model, optimizer, **options).lower(params, state, batch).compile()
+    jax.jit(make_update(reinforce(), model, optimizer, **options)).lower(params, state, batch).compile()
     return time.perf_counter() - start
 
 
@@ -99,7 +100,7 @@ def main(argv: list[str]) -> None:
     batch = make_batch(model, _P.value, _R.value, _G.value)
     replay.check_batch(batch, model)
     modes: list[str | int] = [*_MODES.value, *([_N.value] if _N.value else [])]
-    options = {
+    options: dict[str, Any] = {
         "chunk_size": _CHUNK.value,
         "branch_batch": _BRANCHES.value or None,
         "prefix_activations": _KEEP.value,

@@ -23,6 +23,16 @@ MODEL = models.ModelConfig(
 )
 
 
+# Attention is most of it.
+HEAVY = dataclasses.replace(
+    MODEL,
+    vocab_size=64,
+    hidden_size=16,
+    num_heads=4,
+    head_dim=128,
+    blocks=(models.BlockConfig("full", 2, 16), models.BlockConfig("full", 1, 16)),
+)
+
 # Windows, post-norms, caps and plain FFNs: the same products, and one more forward product where a norm follows it.
 FAMILY = dataclasses.replace(
     MODEL,
@@ -55,6 +65,8 @@ def _batch(prompt, response, branches):
 @pytest.mark.parametrize(
     ("model", "mode", "options"),
     [
+        (HEAVY, "stop", {"branch_batch": 4}),
+        (HEAVY, 129, {"branch_batch": 4, "chunk_size": 128, "prefix_activations": "recompute"}),
         (MODEL, "dense", {"branch_batch": 4}),
         (MODEL, "stop", {"branch_batch": 4}),
         (MODEL, "exact", {"branch_batch": 4, "prefix_activations": "recompute"}),
@@ -62,10 +74,11 @@ def _batch(prompt, response, branches):
         (MODEL, "exact", {"branch_batch": 4, "prefix_activations": "recompute", "prefix": "longest_common"}),
         pytest.param(FAMILY, "dense", {"branch_batch": 4, "remat_policy": "nothing_saveable"}, marks=pytest.mark.slow),
     ],
-    ids=["dense", "stop", "exact", "family-exact", "trunk", "family-dense"],
+    ids=["heavy-stop", "heavy-n", "dense", "stop", "exact", "family-exact", "trunk", "family-dense"],
 )
 def test_flops_agree_with_the_compiler(model, mode, options):
-    batch = _batch(65, 32, 4)
+    prefix = 256 if model is HEAVY else 64
+    batch = _batch(prefix + 1, 32, 4)
     make = replay.dense_value_and_grad if mode == "dense" else replay.value_and_grad
     chosen = measure.options_for(mode, **options)
     params = jax.eval_shape(lambda: models.init_params(model, jax.random.key(0)))
@@ -74,10 +87,12 @@ def test_flops_agree_with_the_compiler(model, mode, options):
     cost = measure.step_cost(model, mode, chosen, batch, np.float32)
     # The first chunk has nothing before it, so the loop over its prefix does not run, but the compiler counts the body.
     never = replay.cost.Cost()
-    if mode != "dense":
-        room = 64 + 32 * ("prefix" in options)
-        pair = 2 * model.num_heads * model.head_dim * 64 * room
-        never = replay.cost.Cost(attention=pair * (2 if mode == "stop" else 2 + 2 + 5))
+    pair = 2 * model.num_heads * model.head_dim
+    if isinstance(mode, int):  # 128 constants, in a state with room for one more chunk; then 128 more, which see them
+        never = replay.cost.Cost(attention=pair * (2 * 128 * 384 + 5 * 128 * 128))
+    elif mode != "dense":
+        room = prefix + 32 * ("prefix" in options)
+        never = replay.cost.Cost(attention=pair * prefix * room * (2 if mode == "stop" else 2 + 2 + 5))
     compiled = step.cost_analysis()
     compiled = compiled[0] if isinstance(compiled, list) else compiled
     assert cost.flops + never.flops == pytest.approx(compiled["flops"], rel=0.03)

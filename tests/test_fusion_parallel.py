@@ -191,6 +191,21 @@ def test_illegal_requests(transform, message):
         transform(BIASED, random_params(BIASED, dtype=np.float32))
 
 
+@pytest.mark.parametrize("transform", [fusion.fuse_ffn, fusion.reverse])
+@pytest.mark.parametrize(
+    ("group", "span", "message"),
+    [
+        ((2, 3), (1, 2), "span 1-2: blocks 2 and 3 run in parallel, and the span would part them"),
+        ((2, 3), (3, 4), "span 3-4: blocks 2 and 3 run in parallel, and the span would part them"),
+        ((0, 1), (0, 1), "blocks 0 and 1 run in parallel, so that the FFN of 1 does not read what the attention of 0"),
+    ],
+)
+def test_fusing_does_not_change_what_parallel_blocks_read(transform, group, span, message):
+    config, params = fusion.parallel_blocks([group])(*model(tiny(blocks=(FULL, FFN, FFN, FFN, FFN))))
+    with pytest.raises(ValueError, match=message):
+        transform([span])(config, params)
+
+
 def test_the_first_block_stands_beside_none():
     with pytest.raises(ValueError, match="block 0: there is no block before it"):
         tiny(blocks=(dataclasses.replace(FULL, beside=True),))

@@ -160,17 +160,32 @@ def test_dpo_variants(x64):
         dpo().prepare(batch)
 
 
+def in_float32(logps, entropies, batch):
+    """Also under x64, as the engine would hand them over."""
+    cast = lambda x: x.astype(np.float32) if getattr(x, "dtype", None) == np.float64 else x  # noqa: E731
+    fields = ("old_per_token_logps", "ref_per_token_logps", "advantages")
+    return cast(logps), cast(entropies), batch.replace(**{name: cast(getattr(batch, name)) for name in fields})
+
+
 @pytest.mark.parametrize("advantage", [1.0, 0.0])
 @pytest.mark.parametrize("objective", [grpo(), gspo(), dapo(), gspo_token(), cispo(), grpo(dual_clip=3.0)])
 def test_ratios_beyond_float32_are_clipped_and_finite(objective, advantage):
     """Log-ratio 99, whose exponential float32 cannot hold."""
-    logps, entropies, batch = single([-1.0, -1.0], old=[-100.0, -100.0], advantages=advantage)
-    cast = lambda x: x.astype(np.float32) if getattr(x, "dtype", None) == np.float64 else x  # noqa: E731
-    batch = batch.replace(old_per_token_logps=cast(batch.old_per_token_logps), advantages=cast(batch.advantages))
-    loss, _, grad = run(objective, cast(logps), cast(entropies), batch)
+    loss, _, grad = run(objective, *in_float32(*single([-1.0, -1.0], old=[-100.0, -100.0], advantages=advantage)))
     assert np.isfinite(loss) and np.isfinite(grad).all()
     if objective.name != "cispo":
         assert not np.asarray(grad).any()
+
+
+@pytest.mark.parametrize("objective", [grpo(beta=0.04), gspo(beta=0.04), gspo_token(beta=0.04), cispo()])
+def test_tokens_that_became_impossible_leave_everything_finite(objective):
+    """Log-prob -300 where old policy and reference have -1: a ratio of 0, and k3's of more than float32 holds."""
+    rows = in_float32(*single([-300.0, -1.0], old=[-1.0, -1.0], ref=[-1.0, -1.0], advantages=1.0))
+    loss, metrics, grad = run(objective, *rows)
+    assert np.isfinite(loss) and np.isfinite(grad).all()
+    assert {name: value for name, value in metrics.items() if not np.isfinite(value.compute())} == {}
+    if objective.name != "cispo":
+        assert np.asarray(grad).min() < 0  # the KL pulls the log-prob up
 
 
 def test_equal_rewards_without_eps():

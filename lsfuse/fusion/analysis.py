@@ -17,11 +17,10 @@ import tqdm
 
 from lsfuse.checks import check_arrays, check_same_shape
 from lsfuse.fusion.forward import embed_texts, kl_divergence, over_chunks, run_from
-from lsfuse.fusion.parallel import check_no_group_cut
 from lsfuse.fusion.store import Rows
 from lsfuse.fusion.surgery import cut, remove_attention, remove_ffn
 from lsfuse.fusion.texts import Texts, check_texts
-from lsfuse.fusion.tree import Transform, check_floating, check_spans, widened
+from lsfuse.fusion.tree import Transform, check_floating, check_no_group_cut, check_spans, widened
 from lsfuse.model.blocks import at_block, block_forward
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.layers import ffn_activation, ffn_boundaries

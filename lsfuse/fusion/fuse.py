@@ -10,6 +10,7 @@ from lsfuse.fusion.tree import (
     Transform,
     block_sources,
     check_floating,
+    check_no_group_cut,
     check_spans,
     ffn_names,
     rebuild,
@@ -33,7 +34,8 @@ def fuse_ffn(spans: Iterable[tuple[int, int]], norm: str = "fold") -> Transform:
     attention, which runs before the sum.
 
     Raises: ValueError for spans that overlap, descend or run out of range, a member without FFN, one after the first
-    that has attention, a first member whose attention and FFN are parallel, quantised weights.
+    that has attention, a first member whose attention runs in parallel with its own or another FFN, blocks in parallel
+    of which some are outside the span, quantised weights.
     """
     given = [(int(a), int(b)) for a, b in spans]
     if norm not in NORMS:
@@ -116,6 +118,13 @@ def reverse(spans: Iterable[tuple[int, int]]) -> Transform:
 
 
 def _check_members(name: str, config: ModelConfig, first: int, last: int) -> None:
+    if last > first:
+        check_no_group_cut(name, config, first, last)
+        if config.blocks[first].has_mixer and config.blocks[first + 1].beside:
+            raise ValueError(
+                f"{name}: span {first}-{last}: blocks {first} and {first + 1} run in parallel, so that the FFN of"
+                f" {first + 1} does not read what the attention of {first} adds"
+            )
     for i in range(first, last + 1):
         block = config.blocks[i]
         if not block.has_ffn:

@@ -7,7 +7,16 @@ approximation.
 import dataclasses
 from collections.abc import Iterable
 
-from lsfuse.fusion.tree import Transform, block_indices, block_ranges, block_sources, check_range, check_spans, rebuild
+from lsfuse.fusion.tree import (
+    Transform,
+    block_indices,
+    block_ranges,
+    block_sources,
+    check_no_group_cut,
+    check_range,
+    check_spans,
+    rebuild,
+)
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.params import unstack_blocks
 from lsfuse.types import Params
@@ -56,12 +65,3 @@ def parallel_parts(blocks: Iterable[int]) -> Transform:
         return rebuild(config, params, new, unstack_blocks(config, params), block_sources(config), note)
 
     return apply
-
-
-def check_no_group_cut(name: str, config: ModelConfig, first: int, last: int) -> None:
-    """Raises ValueError if the span begins or ends inside a group of parallel blocks."""
-    for i in (first, last + 1):
-        if i < config.num_blocks and config.blocks[i].beside:
-            raise ValueError(
-                f"{name}: span {first}-{last}: blocks {i - 1} and {i} run in parallel, and the span would part them"
-            )

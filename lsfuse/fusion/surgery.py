@@ -18,7 +18,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from lsfuse.fusion.parallel import check_no_group_cut
 from lsfuse.fusion.tree import (
     Leaves,
     Transform,
@@ -26,6 +25,7 @@ from lsfuse.fusion.tree import (
     block_ranges,
     block_sources,
     check_floating,
+    check_no_group_cut,
     check_range,
     check_spans,
     leaves_of,

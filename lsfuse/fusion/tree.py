@@ -33,6 +33,15 @@ def check_spans(name: str, spans: Sequence[tuple[int, int]], config: ModelConfig
     return ordered
 
 
+def check_no_group_cut(name: str, config: ModelConfig, first: int, last: int) -> None:
+    """Raises ValueError if the span begins or ends inside a group of parallel blocks."""
+    for i in (first, last + 1):
+        if i < config.num_blocks and config.blocks[i].beside:
+            raise ValueError(
+                f"{name}: span {first}-{last}: blocks {i - 1} and {i} run in parallel, and the span would part them"
+            )
+
+
 def check_range(name: str, blocks: Sequence[int], config: ModelConfig) -> None:
     for i in blocks:
         if not 0 <= i < config.num_blocks:

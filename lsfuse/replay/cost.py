@@ -142,8 +142,11 @@ def _tail_cost(
     predicted: int,
     *,
     backward: bool,
+    constant: int = 0,
+    cotangent_room: int = 1,
 ) -> Cost:
-    """`count` rows of `rows` positions, all blocks, and the head over `predicted` positions a row."""
+    """`count` rows of `rows` positions, all blocks, and the head over `predicted` positions a row. The first `constant`
+    keys of the prefix get no cotangent: two products of the backward less."""
     linear = attention = 0.0
     again = "o" not in saved_names(policy)
     for block in model.blocks:
@@ -151,9 +154,14 @@ def _tail_cost(
         if backward:
             linear += count * rows * _recomputed(model, block, policy)
         if block.has_attention:
-            pairs = _visible(model, block, count, rows, _Prefix(0, prefix, room, prefix))
-            pairs += count * _own(rows, own_length, block.window)
-            attention += pairs * _pair_flops(model) * (2 + (5 + 2 * again if backward else 0))
+            own = count * _own(rows, own_length, block.window)
+            seen = own + _visible(model, block, count, rows, _Prefix(0, prefix, room, prefix))
+            products = (2 + 2 * again * backward) * seen
+            if backward:
+                products += 3 * _visible(model, block, count, rows, _Prefix(0, constant, room, prefix))
+                differentiable = _Prefix(constant, prefix, cotangent_room, prefix)
+                products += 5 * (own + _visible(model, block, count, rows, differentiable))
+            attention += products * _pair_flops(model)
     width = slab_width(count * predicted, model.vocab_size)
     slabs = -(-model.vocab_size // width)
     head = 2.0 * count * predicted * model.hidden_size * width * slabs * (4 if backward else 1)
@@ -191,11 +199,11 @@ def _chunk_backward(
     for block in model.blocks[:last]:
         own = _own(size, valid, block.window)
         forward = own + _visible(model, block, 1, size, _Prefix(0, at, geometry.state, at))
-        pairs = own + _visible(model, block, 1, size, _Prefix(0, constant, geometry.state, at))
-        pairs += _visible(model, block, 1, size, _Prefix(constant, at, geometry.cotangent_room, at))
+        products = 3 * _visible(model, block, 1, size, _Prefix(0, constant, geometry.state, at))  # these keys get none
+        products += 5 * (own + _visible(model, block, 1, size, _Prefix(constant, at, geometry.cotangent_room, at)))
         linear += size * (2 * block_flops(model, block) + _recomputed(model, block, policy))
         if block.has_attention:
-            attention += (5 * pairs + 2 * again * forward) * _pair_flops(model)
+            attention += (products + 2 * again * forward) * _pair_flops(model)
             if "q" not in saved_names(policy):
                 linear -= size * _keys_values(model, block)  # its keys and values are in the state
         if not keep:
@@ -216,8 +224,13 @@ def group_cost(
     common: int = 0,
 ) -> Cost:
     """One group's step under replay. keep: whether the prefix's activations are kept. passes: "one" for objectives
-    declared per branch, "two" for those that need log-probs first, "score" for the scoring pass alone. common: tokens
-    that all responses begin with, where `geometry` has room for a trunk."""
+    declared per branch, "two" for those that need log-probs first, "apart" if the passes over several groups are apart,
+    each with a capture of its own, "score" for the scoring pass alone. common: tokens that all responses begin with,
+    where `geometry` has room for a trunk."""
+    if passes == "apart":
+        args = (model, options, geometry, prompt_length, completion_lengths)
+        score, gradient = (group_cost(*args, keep=keep, passes=p, common=common) for p in ("score", "one"))
+        return score + gradient
     end = max(prompt_length - 1, 0)
     constant = 0 if geometry.exact else max(end - geometry.grad_tokens, 0)
     cost = Cost()
@@ -235,7 +248,7 @@ def group_cost(
     def tails(count: int, longest: int, prefix: int, backward: bool) -> Cost:
         rows = next(n for n in geometry.buckets if longest <= n)
         args = (model, rows, count, longest, prefix, geometry.state, options.remat_policy, rows)
-        return _tail_cost(*args, backward=backward)
+        return _tail_cost(*args, backward=backward, constant=constant, cotangent_room=geometry.cotangent_room)
 
     if common:
         cost += tails(1, common, end, False)
@@ -276,5 +289,5 @@ def dense_group_cost(
         if passes != "one":
             cost += _tail_cost(*args, backward=False)
         cost += _tail_cost(*args, backward=True)
-    real = sum(prompt_length + n - 1 for n in completion_lengths if n) * (2 if passes == "two" else 1)
+    real = sum(prompt_length + n - 1 for n in completion_lengths if n) * (1 if passes == "one" else 2)
     return dataclasses.replace(cost, forward_tokens=real)

@@ -14,7 +14,7 @@ from lsfuse.model import abstract_params, count_params
 from lsfuse.replay.memory import kept_bytes_per_token
 from lsfuse.train.build import replay_options
 from lsfuse.train.loop import Setup, set_up
-from lsfuse.train.measure import step_cost
+from lsfuse.train.measure import passes_of, step_cost
 
 
 def full_batch(config: ConfigDict) -> replay.Batch:
@@ -65,7 +65,7 @@ def memory(setup: Setup) -> dict[str, int]:
 def costs(setup: Setup) -> Mapping[str, replay.cost.Cost]:
     """Replay and dense cost of one gradient step at full lengths."""
     config, batch = setup.config, full_batch(setup.config)
-    passes = "one" if replay.as_objective(setup.rl.objective).coupling == "branch" else "two"
+    passes = passes_of(replay.as_objective(setup.rl.objective), batch.prompt_ids.shape[0])
     options = replay.Options(**replay_options(config))
     dense = replay.Options(remat_policy=options.remat_policy, branch_batch=1)
     dtype = jnp.dtype(config.dtype)

@@ -38,6 +38,13 @@ def options_for(mode: str | int, **options) -> Options:
     return Options(prefix_grad="exact" if mode == "dense" else mode, **options)
 
 
+def passes_of(objective: Objective, groups: int) -> str:
+    """How a step of `groups` groups runs this objective, as `replay.cost.group_cost` names it."""
+    if objective.coupling == "branch":
+        return "one"
+    return "apart" if objective.coupling == "batch" and groups > 1 else "two"
+
+
 def step_cost(model: ModelConfig, mode: str | int, options: Options, batch: Batch, dtype, passes: str = "one"):
     """`replay.cost.Cost` of one step on a whole batch."""
     prompt, (_, branches, response) = batch.prompt_ids.shape[1], batch.completion_ids.shape
@@ -73,7 +80,7 @@ def compare(
     """
     batch = jax.tree.map(jnp.asarray, batch)
     dtype = params["embed_tokens"].dtype
-    passes = "one" if objective.coupling == "branch" else "two"
+    passes = passes_of(objective, batch.prompt_ids.shape[0])
     steps, facts = {}, {}
     for mode in modes:
         own = {**options, **({"branch_batch": 1} if mode == "dense" else {}), **(mode_options or {}).get(mode, {})}

@@ -29,7 +29,7 @@ def cispo(epsilon: float = 1.0, epsilon_high: float | None = 4.0, loss_agg_mode:
         weight = jnp.clip(ratio, 1 - epsilon, 1 + epsilon_high)
         advantages = common.per_token_advantages(batch, ratio.dtype)
         losses = -weight * advantages * jnp.where(mask, per_token_logps, 0.0)
-        metrics = common.ratio_metrics(ratio, advantages, mask, epsilon, epsilon_high)
+        metrics = common.ratio_metrics(log_ratios, advantages, mask, epsilon, epsilon_high)
         metrics["clip_ratio/low"] = masked_mean((ratio < 1 - epsilon).astype(ratio.dtype), mask)
         metrics["clip_ratio/high"] = masked_mean((ratio > 1 + epsilon_high).astype(ratio.dtype), mask)
         metrics["entropy"] = masked_mean(entropies, mask)

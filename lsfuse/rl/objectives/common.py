@@ -5,6 +5,7 @@ still give it the gradient 0 · f'(NaN) = NaN; `f(where(mask, x, 0))` does not.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -107,10 +108,16 @@ def log_ratio(per_token_logps: Array, old_per_token_logps: Array | None, mask: A
     return logps - jnp.where(mask, old_per_token_logps, 0.0).astype(logps.dtype)
 
 
+# Beyond 88.7 the exponential is infinite in float32.
+MAX_LOG_RATIO = 60.0
+# Where k3 becomes a straight line: the squares of gradients, too, must stay finite.
+K3_TANGENT = 20.0
+
+
 def ratio_of(log_ratios: Array) -> Array:
-    """exp of log-ratios, bounded at 60: beyond 88.7 float32 is infinite, and the gradient of a clipped ratio, or one
-    whose advantage is 0, would be 0 · ∞. No clip bound is anywhere near e^60."""
-    return jnp.exp(jnp.minimum(log_ratios, 60.0))
+    """exp of log-ratios, bounded at e^60: the gradient of a clipped ratio, or one whose advantage is 0, would be 0 · ∞
+    beyond 88.7. No clip bound is anywhere near; where A < 0 and nothing clips, the gradient ends there, too."""
+    return jnp.exp(jnp.minimum(log_ratios, MAX_LOG_RATIO))
 
 
 def kl_estimate(per_token_logps: Array, ref_per_token_logps: Array, mask: Array, kind: str = "k3") -> Array:
@@ -119,7 +126,8 @@ def kl_estimate(per_token_logps: Array, ref_per_token_logps: Array, mask: Array,
     Source: J. Schulman, "Approximating KL divergence" (2020). "k1": log π - log π_ref, unbiased, of either sign; as a
     loss term its on-policy gradient has mean 0, so that it only adds noise unless it enters through the reward.
     "k2": (log π - log π_ref)² / 2, biased, but its on-policy gradient is that of the KL.
-    "k3": π_ref/π - 1 - log(π_ref/π), never negative (DeepSeekMath eq. 4); the one TRL uses.
+    "k3": π_ref/π - 1 - log(π_ref/π), never negative (DeepSeekMath eq. 4); the one TRL uses. Beyond a
+    log-ratio of 20 (a ratio of 5e8) it goes on along its tangent: finite in float32, and still pulling back.
     """
     check_choice("kl", kind, KL_KINDS)
     given = {"per_token_logps": per_token_logps, "ref_per_token_logps": ref_per_token_logps, "mask": mask}
@@ -128,7 +136,10 @@ def kl_estimate(per_token_logps: Array, ref_per_token_logps: Array, mask: Array,
     delta = jnp.where(mask, ref_per_token_logps, 0.0).astype(logps.dtype) - logps
     if kind == "k1":
         return -delta
-    return 0.5 * delta * delta if kind == "k2" else jnp.expm1(delta) - delta
+    if kind == "k2":
+        return 0.5 * delta * delta
+    bounded = jnp.minimum(delta, K3_TANGENT)
+    return jnp.expm1(bounded) - bounded + math.expm1(K3_TANGENT) * (delta - bounded)
 
 
 def weighted_sum(batch: Batch, losses: Array) -> Array:
@@ -159,11 +170,11 @@ def clipped_surrogate(
     return -surrogate
 
 
-def ratio_metrics(ratio: Array, advantages: Array, mask: Array, epsilon: float, epsilon_high: float) -> dict:
+def ratio_metrics(log_ratios: Array, advantages: Array, mask: Array, epsilon: float, epsilon_high: float) -> dict:
     """Means over `mask`: the ratio, an estimate of KL(π_old ‖ π), and how often each clip bound cut the gradient."""
+    ratio = ratio_of(log_ratios)
     low = (ratio < 1 - epsilon) & (advantages < 0)
     high = (ratio > 1 + epsilon_high) & (advantages > 0)
-    log_ratios = jnp.log(jnp.where(mask, ratio, 1.0))
     return {
         "ratio": masked_mean(ratio, mask),
         "approx_kl": masked_mean(ratio - 1 - log_ratios, mask),

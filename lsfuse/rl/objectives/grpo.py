@@ -44,10 +44,11 @@ def grpo(
 
     def loss_fn(per_token_logps: Array, entropies: Array, batch: Batch) -> tuple[Array, dict]:
         mask = batch.loss_mask
-        ratio = common.ratio_of(common.log_ratio(per_token_logps, batch.old_per_token_logps, mask))
+        log_ratios = common.log_ratio(per_token_logps, batch.old_per_token_logps, mask)
+        ratio = common.ratio_of(log_ratios)
         advantages = common.per_token_advantages(batch, ratio.dtype)
         losses = common.clipped_surrogate(ratio, advantages, epsilon, epsilon_high, dual_clip)
-        metrics = common.ratio_metrics(ratio, advantages, mask, epsilon, epsilon_high)
+        metrics = common.ratio_metrics(log_ratios, advantages, mask, epsilon, epsilon_high)
         if batch.ref_per_token_logps is not None:
             kl_tokens = common.kl_estimate(per_token_logps, batch.ref_per_token_logps, mask, kl)
             losses = losses + beta * kl_tokens if beta > 0 else losses

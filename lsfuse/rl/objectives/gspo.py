@@ -9,10 +9,10 @@ from lsfuse.rl.objectives import common
 from lsfuse.types import Array
 
 
-def sequence_ratio(log_ratios: Array, mask: Array) -> Array:
-    """exp of the *mean* log-ratio over a response's loss tokens, [B, G, 1] (GSPO eq. 7); 1 if it has none."""
+def sequence_log_ratio(log_ratios: Array, mask: Array) -> Array:
+    """The *mean* log-ratio over a response's loss tokens, [B, G, 1]: log s of GSPO eq. 7; 0 if it has none."""
     count = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1).astype(log_ratios.dtype)
-    return common.ratio_of(jnp.sum(jnp.where(mask, log_ratios, 0.0), axis=-1, keepdims=True) / count)
+    return jnp.sum(jnp.where(mask, log_ratios, 0.0), axis=-1, keepdims=True) / count
 
 
 def gspo(
@@ -70,13 +70,15 @@ def _gspo(name, per_token, epsilon, epsilon_high, beta, kl, loss_agg_mode) -> Ob
 
     def loss_fn(per_token_logps: Array, entropies: Array, batch: Batch) -> tuple[Array, dict]:
         mask = batch.loss_mask
-        ratio: Array = sequence_ratio(common.log_ratio(per_token_logps, batch.old_per_token_logps, mask), mask)
-        counted: Array = mask if per_token else jnp.any(mask, axis=-1, keepdims=True)
+        log_ratios = sequence_log_ratio(common.log_ratio(per_token_logps, batch.old_per_token_logps, mask), mask)
+        ratio: Array = common.ratio_of(log_ratios)
+        counted: Array = jnp.any(mask, axis=-1, keepdims=True)
         if per_token:
             ratio = jax.lax.stop_gradient(ratio) * common.ratio_of(common.log_ratio(per_token_logps, None, mask))
+            log_ratios, counted = jnp.broadcast_to(log_ratios, mask.shape), mask
         advantages = common.per_token_advantages(batch, ratio.dtype)
         losses = common.clipped_surrogate(ratio, advantages, epsilon, epsilon_high)
-        metrics = common.ratio_metrics(ratio, advantages, counted, epsilon, epsilon_high)
+        metrics = common.ratio_metrics(log_ratios, advantages, counted, epsilon, epsilon_high)
         if batch.ref_per_token_logps is not None:
             kl_tokens = common.kl_estimate(per_token_logps, batch.ref_per_token_logps, mask, kl)
             losses = losses + beta * kl_tokens if beta > 0 else losses
