@@ -17,19 +17,32 @@ FULL, FFN, NONE = BlockConfig("full", 2, 24), BlockConfig("none", 1, 8), BlockCo
 
 
 def test_runs_and_spans_by_rule():
-    """The last FFN of a run stays; a first block may have attention; a block without FFN ends a run."""
-    config = tiny(blocks=(FULL, FULL, FFN, FFN, FFN, FULL, NONE, FFN, FFN, FFN, FFN, FFN))
+    """The last FFN of a run stays; a block with attention or without FFN ends it."""
+    config = tiny(blocks=(FULL, FFN, FFN, FFN, FFN, FULL, NONE, FFN, FFN, FFN, FFN, FFN))
     assert fusion.attention_free_runs(config) == [(1, 4), (7, 11)]
     assert fusion.fusion_spans(config) == [(1, 3), (7, 10)]
-    assert fusion.fusion_spans(config, max_width=24) == [(2, 3), (7, 9)]
-    assert fusion.fusion_spans(config, max_width=16) == [(2, 3), (7, 8), (9, 10)]
+    assert fusion.fusion_spans(config, max_width=24) == [(1, 3), (7, 9)]
+    assert fusion.fusion_spans(config, max_width=16) == [(1, 2), (7, 8), (9, 10)]
     m = np.zeros((12, 12))
     m[7, 9] = 0.3
     assert fusion.fusion_spans(config, m) == [(1, 3), (7, 8), (9, 10)]
     assert fusion.fusion_spans(config, m, threshold=0.5) == [(1, 3), (7, 10)]
     assert fusion.fusion_spans(tiny(blocks=(FULL, FULL))) == []
     plain = BlockConfig("none", 1, 8, ffn="plain")
-    assert fusion.attention_free_runs(tiny(blocks=(FULL, FFN, plain, plain, FFN))) == [(0, 1), (2, 3)]
+    assert fusion.attention_free_runs(tiny(blocks=(FULL, FFN, plain, plain, FFN))) == [(2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("count", "runs", "spans"),
+    [
+        (80, [(42, 51), (53, 70)], [(42, 50), (53, 69)]),  # Llama-Nemotron 49B, 26 FFNs
+        (126, [(66, 115)], [(66, 114)]),  # Ultra 253B, 49 FFNs, there split by what fits a device
+    ],
+)
+def test_the_paper_s_spans(count, runs, spans):
+    free = {i for first, last in runs for i in range(first, last + 1)}
+    config = tiny(blocks=tuple(FFN if i in free else FULL for i in range(count)))
+    assert fusion.attention_free_runs(config) == runs and fusion.fusion_spans(config) == spans
 
 
 def all_plans(choices, num_blocks, at=0):

@@ -1,6 +1,7 @@
 """Which spans to fuse, and which choice to make for every block: the paper's rule, and Puzzle's search as a MILP."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -20,7 +21,8 @@ def fusion_spans(
     min_members: int = 2,
 ) -> list[tuple[int, int]]:
     """Spans (first, last), inclusive, by the rule of FFN Fusion (arXiv 2503.18908, sec. 3 and 5): runs of FFNs without
-    attention in between, the last FFN of each run left alone, split so that no wide FFN exceeds `max_width` channels.
+    attention, the last FFN of each run left alone, split so that no wide FFN exceeds `max_width` channels. (`fuse_ffn`
+    also takes a first member with attention; the paper's spans have none.)
 
     dependency: [L, L]; then a span grows only while every pair in it stays at or below `threshold`.
     """
@@ -42,18 +44,13 @@ def fusion_spans(
 
 
 def attention_free_runs(config: ModelConfig) -> list[tuple[int, int]]:
-    """Longest stretches (first, last) of blocks with FFNs of one kind in which none after the first has attention."""
-    runs: list[tuple[int, int]] = []
-    first = None
-    for i, block in enumerate(config.blocks):
-        alike = first is not None and block.ffn == config.blocks[first].ffn
-        joins = alike and block.has_ffn and not block.has_mixer
-        if not joins:
-            if first is not None and i - 1 > first:
-                runs.append((first, i - 1))
-            first = i if block.has_ffn and not (block.has_mixer and block.parallel) else None
-    if first is not None and config.num_blocks - 1 > first:
-        runs.append((first, config.num_blocks - 1))
+    """Longest stretches (first, last), of two blocks or more, without attention and with FFNs of one kind."""
+    runs = []
+    free = [block.ffn if block.has_ffn and not block.has_mixer else None for block in config.blocks]
+    for kind, members in itertools.groupby(range(config.num_blocks), free.__getitem__):
+        first, *rest = members
+        if kind is not None and rest:
+            runs.append((first, rest[-1]))
     return runs
 
 
