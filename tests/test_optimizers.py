@@ -59,8 +59,8 @@ def plain(name: str, **more) -> optax.GradientTransformation:
 
 
 def check(name: str) -> None:
-    """Two steps: what an optimizer remembers counts too. Updates are looked at, not parameters: dog's first steps, about
-    1e-6 of the parameters' norm times the rate, are lost in the rounding of float32."""
+    """Two steps: what an optimizer remembers counts too. Updates are looked at, not parameters: dog's first steps, 1e-6
+    of the parameters' norm times the rate, are lost in the rounding of float32."""
     mine = optax.with_extra_args_support(make_optimizer(fields(name=name, weight_decay=0.1), 5))
     theirs = optax.with_extra_args_support(plain(name))
     params, whole, moved = tree(0), apart(tree(0)), set()

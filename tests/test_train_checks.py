@@ -63,6 +63,8 @@ def test_fields_that_do_not_go_together(changes, message):
         ([LINE], {"overlong_buffer": 1}, "overlong_buffer is 1, but groups sampled elsewhere are not sampled"),
         ([{**LINE, "response_ids": [[5]] * 5, "rewards": [1] * 5}], {}, "num_generations is 4, but .* need 5"),
         ([{**LINE, "response_ids": [[5], [5] * 4]}], {}, "max_response is 3, but .* need 4"),
+        ([LINE, LINE, {**LINE, "old_logps": [[-1], [-1, -2]]}], {}, "line 3 has old_logps, but .* line 1 has none"),
+        ([LINE, {**LINE, "rewards": None}], {}, "line 1 has rewards, but .* line 2 has none; give it to all groups or"),
         (
             [LINE, {**LINE, "response_ids": [[5]] * 3, "rewards": [1] * 3}],
             {"objective": {"name": "dpo"}},

@@ -50,6 +50,7 @@ def check_groups(config: ConfigDict, task: Any) -> None:
         if not len(task):
             raise ValueError("there are no groups to train on")
         if isinstance(task, data.Groups):
+            task.check_alike()
             names = ("max_prompt", "max_response", "num_generations")
             for name, needed in zip(names, task.largest, strict=True):
                 if needed > fields[name]:
