@@ -136,7 +136,7 @@ def held_out_reward(folder, workdir) -> float:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"loss_type": "ipo"}, {"label_smoothing": 0.1, "reference_free": True, "beta": 0.5}]
+    "options", [{}, {"loss_type": "ipo"}, {"label_smoothing": 0.1}, {"reference_free": True, "beta": 0.5}]
 )
 def test_held_out_preferences_are_learned(tmp_path, start, options):
     groups = preferences(tmp_path / "pairs.jsonl", "train", 200)
