@@ -52,6 +52,7 @@ def test_fields_that_do_not_go_together(changes, message):
             {"objective": {"name": "rloo"}},
             "line 2: .* one re",
         ),
+        ([{**LINE, "rewards": [r], "response_ids": [[5]]} for r in (0, 1)], {}, "line 1: this group and all .* be 0"),
         (
             [{k: v for k, v in LINE.items() if k != "rewards"}],
             {},
