@@ -29,6 +29,8 @@ def groups(tmp_path):
     [
         ({"objective": {"name": "dpo"}}, 'name is "dpo", which reads pairs .*config.task.name to "groups"'),
         ({"advantage_baseline": "none"}, 'advantage_scale to "none"'),
+        ({"objective": {"name": "rloo", "beta": 0.1}}, 'objective.beta is set, but objective "rloo" has no settings'),
+        ({"objective": {"name": "cispo", "kl": "k1"}}, 'objective.kl is set, but objective "cispo" has only epsilon, '),
         ({"overlong_buffer": 4}, "overlong_buffer 4 exceeds config.rl.max_response 3"),
         (
             {"dynamic_sampling": 2, "num_generations": 1, "objective": {"name": "reinforce"}},
