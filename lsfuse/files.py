@@ -1,5 +1,6 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and what is in them."""
 
+import hashlib
 import os
 import pathlib
 
@@ -12,3 +13,9 @@ def write_atomic(path: pathlib.Path, content: str | bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def sha256_of(path: str | pathlib.Path) -> str:
+    """SHA-256 of a file's bytes, as hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

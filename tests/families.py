@@ -1,4 +1,4 @@
-"""The model families, tiny: every feature that sets one apart from Llama."""
+"""The model families, tiny: Llama, and every feature that sets another apart from it."""
 
 import dataclasses
 
@@ -56,5 +56,14 @@ FAMILIES = {
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,
+    ),
+}
+
+# Llama, and families with features that only helpers.MIXED has, too; for the tests that are of every family by name.
+LLAMAS = {
+    "llama": TINY,
+    "llama3": dataclasses.replace(TINY, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 32)),
+    "qwen2": dataclasses.replace(
+        TINY, qkv_bias=True, blocks=(BlockConfig("full", 2, 24), BlockConfig("sliding", 2, 24, window=4))
     ),
 }

@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 from helpers import Bytes
@@ -78,7 +79,7 @@ def test_gsm8k_is_the_task_of_its_files(root):
         ]
 
 
-def test_the_order_is_the_run_s_shared_by_processes_and_resumed_from_one_integer(root):
+def test_the_order_is_the_run_s_shared_by_processes_and_resumed_from_one_integer(root, monkeypatch):
     source = data.load("prompts/texts", "train", root)
     want = [source[int(i)]["id"] for i in data.indices(10, 5, 0, 30)]
     alone = data.ordered(source, 5, process_index=0, process_count=1)
@@ -93,6 +94,10 @@ def test_the_order_is_the_run_s_shared_by_processes_and_resumed_from_one_integer
     assert [next(iterator).tolist() for _ in range(3)] == after
     with pytest.raises(ValueError, match="process_index 3 is not one of 3"):
         data.ordered(source, 5, process_index=3, process_count=3)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    for p in range(3):  # of JAX, unless given; every process has its share of an epoch, and no other's
+        monkeypatch.setattr(jax, "process_index", lambda p=p: p)
+        assert [data.ordered(source, 5)[i]["id"] for i in range(10)] == want[p::3]
 
 
 def test_names_and_splits_that_are_not_there(root, tmp_path):

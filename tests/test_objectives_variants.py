@@ -99,6 +99,9 @@ def test_rloo_and_reinforce_with_baselines(x64):
         group_advantages(rewards, [3, 1], baseline="leave_one_out")
     with pytest.raises(ValueError, match="group, leave_one_out, batch, none"):
         group_advantages(rewards, [3, 1], baseline="mean")
+    loss, _, grad = run(reinforce(), *single([-1.0, -2.0], advantages=0.5))  # 0.5 · 3 / 2
+    np.testing.assert_allclose(loss, 0.75, rtol=1e-12)
+    np.testing.assert_allclose(grad, [[[-0.25, -0.25]]], rtol=1e-12)
     loss, _, grad = run(rloo(), *single([-1.0, -2.0], advantages=0.5))
     np.testing.assert_allclose(loss, 1.5, rtol=1e-12)
     np.testing.assert_allclose(grad, [[[-0.5, -0.5]]], rtol=1e-12)

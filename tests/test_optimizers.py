@@ -59,10 +59,11 @@ def plain(name: str, **more) -> optax.GradientTransformation:
 
 
 def check(name: str) -> None:
-    """Two steps: what an optimizer remembers counts too."""
+    """Two steps: what an optimizer remembers counts too. Updates are looked at, not parameters: dog's first steps, 1e-6
+    of the parameters' norm times the rate, are lost in the rounding of float32."""
     mine = optax.with_extra_args_support(make_optimizer(fields(name=name, weight_decay=0.1), 5))
     theirs = optax.with_extra_args_support(plain(name))
-    params, whole = tree(0), apart(tree(0))
+    params, whole, moved = tree(0), apart(tree(0)), set()
     state, their_state = mine.init(params), theirs.init(whole)
     for step in range(2):
         grads, value = tree(step + 1), jnp.float32(3)
@@ -70,9 +71,11 @@ def check(name: str) -> None:
         want, their_state = theirs.update(apart(grads), their_state, whole, value=value)
         found = apart(updates)
         for leaf in want:
-            np.testing.assert_allclose(found[leaf], want[leaf], rtol=2e-5, atol=1e-7, err_msg=f"{name} {leaf}")
+            size = np.abs(want[leaf]).max()
+            np.testing.assert_allclose(found[leaf], want[leaf], rtol=2e-5, atol=5e-6 * size, err_msg=f"{name} {leaf}")
+            moved |= {leaf} if size > 0 else set()
         params, whole = optax.apply_updates(params, updates), optax.apply_updates(whole, want)
-    assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(tree(0)), strict=True)), name
+    assert moved == set(whole), name
 
 
 @pytest.mark.parametrize("name", ["novograd", "muon"])

@@ -77,23 +77,6 @@ def test_the_user_s_extras_are_sliced_along(x64):
     helpers.check_step("weighted", TINY, PARAMS, batch, ("tiny", "extras"), chunk_size=4, branch_batch=3)
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo"])
-@pytest.mark.parametrize("prefix_grad", ["exact", "stop"])
-def test_objectives_of_the_rl_package(x64, name, prefix_grad):
-    for key, batch in BATCHES.items():
-        options = {"prefix_grad": prefix_grad, "chunk_size": 4, "branch_batch": 3}
-        helpers.check_step(name, TINY, PARAMS, batch, ("tiny", key), **options)
-
-
-@pytest.mark.parametrize("prefix_grad", ["exact", 3])
-def test_dpo_of_the_rl_package(x64, prefix_grad):
-    """Pairs: even group sizes; one response is empty, one carries no loss."""
-    lengths = ((6, 3, 0, 1), (4, 6), (), (6, 4, 4, 6))
-    batch = helpers.make_batch(TINY, (11, 8, 0, 8), lengths, (11, 4, 6))
-    options = {"prefix_grad": prefix_grad, "chunk_size": 4, "branch_batch": 3}
-    helpers.check_step("dpo", TINY, PARAMS, batch, ("tiny", "pairs"), **options)
-
-
 @pytest.mark.parametrize(
     ("prompts", "responses", "options"),
     [

@@ -1,6 +1,7 @@
 """prefix="longest_common" and response buckets: the same oracle, which knows of neither."""
 
 import dataclasses
+import itertools
 
 import families
 import helpers
@@ -85,12 +86,16 @@ def test_every_pair_of_options(x64, row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "prefix_grad"),
-    [(families.FAMILIES["gemma3"], "exact"), (families.FAMILIES["mistral"], 3), (helpers.HOLLOW, 4)],
-    ids=["gemma3", "mistral", "hollow"],
+    ("family", "prefix_grad"),
+    [
+        *zip(families.FAMILIES, itertools.cycle((3, "exact", "stop")), strict=False),
+        *zip(families.LLAMAS, itertools.cycle(("exact", "stop", 3)), strict=False),
+        ("hollow", 4),
+    ],
 )
-def test_unlike_blocks(x64, config, prefix_grad):
+def test_every_family(x64, family, prefix_grad):
     """Windows that end inside the trunk, blocks without attention, post-norms."""
+    config = {**families.FAMILIES, **families.LLAMAS, "hollow": helpers.HOLLOW}[family]
     params = helpers.random_params(config, 3)
     batch = sharing(helpers.make_batch(config), (2, 9, 0, 3))
     options = {"prefix_grad": prefix_grad, "chunk_size": 3, "branch_batch": 3, "prefix": "longest_common"}

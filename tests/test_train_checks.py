@@ -29,6 +29,8 @@ def groups(tmp_path):
     [
         ({"objective": {"name": "dpo"}}, 'name is "dpo", which reads pairs .*config.task.name to "groups"'),
         ({"advantage_baseline": "none"}, 'advantage_scale to "none"'),
+        ({"objective": {"name": "rloo", "beta": 0.1}}, 'objective.beta is set, but objective "rloo" has no settings'),
+        ({"objective": {"name": "cispo", "kl": "k1"}}, 'objective.kl is set, but objective "cispo" has only epsilon, '),
         ({"overlong_buffer": 4}, "overlong_buffer 4 exceeds config.rl.max_response 3"),
         (
             {"dynamic_sampling": 2, "num_generations": 1, "objective": {"name": "reinforce"}},
@@ -52,6 +54,7 @@ def test_fields_that_do_not_go_together(changes, message):
             {"objective": {"name": "rloo"}},
             "line 2: .* one re",
         ),
+        ([{**LINE, "rewards": [r], "response_ids": [[5]]} for r in (0, 1)], {}, "line 1: this group and all .* be 0"),
         (
             [{k: v for k, v in LINE.items() if k != "rewards"}],
             {},
@@ -63,6 +66,8 @@ def test_fields_that_do_not_go_together(changes, message):
         ([LINE], {"overlong_buffer": 1}, "overlong_buffer is 1, but groups sampled elsewhere are not sampled"),
         ([{**LINE, "response_ids": [[5]] * 5, "rewards": [1] * 5}], {}, "num_generations is 4, but .* need 5"),
         ([{**LINE, "response_ids": [[5], [5] * 4]}], {}, "max_response is 3, but .* need 4"),
+        ([LINE, LINE, {**LINE, "old_logps": [[-1], [-1, -2]]}], {}, "line 3 has old_logps, but .* line 1 has none"),
+        ([LINE, {**LINE, "rewards": None}], {}, "line 1 has rewards, but .* line 2 has none; give it to all groups or"),
         (
             [LINE, {**LINE, "response_ids": [[5]] * 3, "rewards": [1] * 3}],
             {"objective": {"name": "dpo"}},

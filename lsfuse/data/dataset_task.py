@@ -58,6 +58,11 @@ class DatasetTask:
                         " raise it, or build the data set without it"
                     )
 
+    @property
+    def sha256(self) -> dict[str, str]:
+        """Of the records of both splits; a run is not resumed with others."""
+        return {split: source.sha256 for split, source in self._sources.items()}
+
     def size(self, split: str) -> int:
         check_split(split)
         return len(self._sources[split])

@@ -8,6 +8,8 @@ random, and in the order of a run.
 
 import bisect
 import difflib
+import functools
+import hashlib
 import importlib
 import itertools
 import json
@@ -213,6 +215,32 @@ class Source(Sequence):
         """(where, record) of every record, as `read_jsonl` gives lines."""
         for i in range(len(self)):
             yield self.where(i), self[i]
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the records as they are read, which all are: of the data, not of the files, whose bytes differ
+        when the same data are built again."""
+        sha = hashlib.sha256()
+        for _, record in self.rows():
+            _feed(sha, record)
+        return sha.hexdigest()
+
+
+def _feed(sha: Any, value: Any) -> None:
+    """Kind, size and content of a value, so that no two unlike ones feed the same bytes."""
+    if isinstance(value, dict):
+        value = [part for item in sorted(value.items()) for part in item]
+    if isinstance(value, np.ndarray) and value.dtype.kind == "O":
+        value = value.tolist()
+    if isinstance(value, list):
+        sha.update(f"list {len(value)} ".encode())
+        for part in value:
+            _feed(sha, part)
+        return
+    value = value.encode() if isinstance(value, str) else value
+    array = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value)
+    sha.update(f"{array.dtype} {array.shape} ".encode())
+    sha.update(array.tobytes())
 
 
 def _plain(value: Any) -> Any:

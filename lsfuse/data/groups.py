@@ -15,8 +15,10 @@ from lsfuse.data.datasets import Source
 from lsfuse.data.group_rows import plain_row, row_of_flat
 from lsfuse.data.jsonl import parse_line
 from lsfuse.data.task import Tokenizer
+from lsfuse.files import sha256_of
 
 _LABELS = {"completion_masks": "masks", "old_per_token_logps": "old_logps", "ref_per_token_logps": "ref_logps"}
+_IN_ALL_OR_NONE = {"rewards": "rewards", "old_per_token_logps": "old_logps", "ref_per_token_logps": "ref_logps"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +91,11 @@ class Groups(Sequence):
     def __init__(self, reader: GroupReader):
         self.tokenizer, self._reader = reader.tokenizer, reader
         self._sizes: list[tuple[int, int, int]] = []
+        self._given: dict[frozenset[str], str] = {}
 
     def _note(self, group: Group) -> None:
+        given = (label for field, label in _IN_ALL_OR_NONE.items() if getattr(group, field) is not None)
+        self._given.setdefault(frozenset(given), group.name)
         longest = max(len(ids) for ids in group.completion_ids)
         self._sizes.append((len(group.prompt_ids), longest, group.size))
 
@@ -105,6 +110,21 @@ class Groups(Sequence):
     @abc.abstractmethod
     def _read(self, index: int) -> Group:
         """The group at an index that is in range."""
+
+    def check_alike(self) -> None:
+        """Raises ValueError, naming two groups, if only some have rewards, or log-probs: a batch takes them of all its
+        groups or of none."""
+        if len(self._given) == 1:
+            return
+        (these, first), (those, other), *_ = self._given.items()
+        field = min(these ^ those)
+        given, without = (first, other) if field in these else (other, first)
+        raise ValueError(f"{given} has {field}, but {without} has none; give it to all groups or to none")
+
+    @property
+    @abc.abstractmethod
+    def sha256(self) -> dict[str, str]:
+        """{"train": of the file or records the groups come from}; a run is not resumed with others."""
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
@@ -148,6 +168,10 @@ class JsonlGroups(Groups):
     def __str__(self) -> str:
         return str(self.path)
 
+    @property
+    def sha256(self) -> dict[str, str]:
+        return {"train": sha256_of(self.path)}
+
     def _read(self, index: int) -> Group:
         number, offset = self._lines[index]
         with self.path.open("rb") as file:
@@ -178,6 +202,10 @@ class DatasetGroups(Groups):
 
     def __str__(self) -> str:
         return str(self._source)
+
+    @property
+    def sha256(self) -> dict[str, str]:
+        return {"train": self._source.sha256}
 
     def _read(self, index: int) -> Group:
         where, record = self._source.where(index), self._source[index]

@@ -10,6 +10,7 @@ import numpy as np
 from lsfuse.data.datasets import Source
 from lsfuse.data.jsonl import read_jsonl
 from lsfuse.data.task import Tokenizer, check_index, check_split
+from lsfuse.files import sha256_of
 from lsfuse.rl.rewards import Reward, extract_number, graded_numeric_reward, numeric_reward
 
 PROMPT_STYLES = ("plain", "chat")
@@ -59,6 +60,7 @@ class Gsm8kTask:
             raise ValueError("Gsm8kTask: prompt_style 'chat' needs a tokenizer with apply_chat_template")
         self.tokenizer, self.prompt_style, self._reward = tokenizer, prompt_style, reward
         train = _read(train_path)
+        self._given = {"train": train_path, "eval": eval_path}
         chosen = list(range(num_shots)) if shots is None else [int(i) for i in shots]
         if len(set(chosen)) != num_shots or any(not 0 <= i < len(train) for i in chosen):
             raise ValueError(
@@ -75,6 +77,11 @@ class Gsm8kTask:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return ("\n\n", "Question:") if self.prompt_style == "plain" else ()
+
+    @property
+    def sha256(self) -> dict[str, str]:
+        """Of both files, or of the records; a run is not resumed with others."""
+        return {k: v.sha256 if isinstance(v, Source) else sha256_of(v) for k, v in self._given.items()}
 
     def size(self, split: str) -> int:
         check_split(split)

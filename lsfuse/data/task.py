@@ -45,9 +45,10 @@ class Task(Protocol):
 
     stop_strings: a response also ends with the token that completes one of these; () for none.
 
-    Two methods are optional. `supervised(split, index) -> Group`: one target for supervised training; without it the
+    Three members are optional. `supervised(split, index) -> Group`: one target for supervised training; without it the
     example's "target" text is used (see `sft_group`). `metrics(example, completion) -> dict[str, float]`: more figures
-    for the evaluation, averaged.
+    for the evaluation, averaged. `sha256: dict[str, str]` says which data the task is made of: a run is not resumed
+    with others.
     """
 
     @property

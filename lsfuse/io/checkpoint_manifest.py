@@ -152,5 +152,5 @@ def check_config(
     if lines:
         raise ConfigMismatch(
             f"{where} belongs to a run with another config; {'; '.join(lines)}. Take another work directory, or the"
-            " config the run was started with"
+            " config (and data) the run was started with"
         )

@@ -17,7 +17,8 @@ def correct_importance(batch: Batch, sampling_per_token_logps, level: str = "tok
     the product over a response's loss tokens, advantages [B, G].
 
     Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), cap 2; TRL:
-    `vllm_importance_sampling_correction`, cap 3, mode "sequence_mask" or "token_truncate".
+    `vllm_importance_sampling_correction`, cap 3, mode "sequence_mask" unless set to "token_truncate" or
+    "sequence_truncate", which are these; Tunix: `sampler_is="token"`, cap 2.
 
     Args: batch: with advantages and old_per_token_logps. sampling_per_token_logps: [B, G, R]; masked entries may hold
     anything.

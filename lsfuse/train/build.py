@@ -140,8 +140,8 @@ def make_objective(config: ConfigDict) -> Objective:
     for field in given:
         if field not in known:
             raise ValueError(
-                f'config.rl.objective.{field} is set, but the objective of that name, "{fields.name}", has only'
-                f" {', '.join(known)}"
+                f'config.rl.objective.{field} is set, but objective "{fields.name}" has'
+                + (f" only {', '.join(known)}" if known else " no settings")
             )
     return factory(**given)
 

@@ -41,6 +41,11 @@ def check_objective(config: ConfigDict, task: Any) -> None:
             f'{_where(task, one)}: the group has one response, but the baseline "leave_one_out" of "{name}" is the mean'
             ' of the others; leave the group out, or set config.rl.advantage_baseline to "batch"'
         )
+    if options["baseline"] == "group" and task[0].advantages is None and all(size == 1 for _, size in _sizes(task)):
+        raise ValueError(
+            f'{_where(task, 0)}: this group and all others have one response, but the baseline "group" of "{name}" is'
+            ' the mean of a group: every advantage would be 0; set config.rl.advantage_baseline to "batch"'
+        )
 
 
 def check_groups(config: ConfigDict, task: Any) -> None:
@@ -50,6 +55,7 @@ def check_groups(config: ConfigDict, task: Any) -> None:
         if not len(task):
             raise ValueError("there are no groups to train on")
         if isinstance(task, data.Groups):
+            task.check_alike()
             names = ("max_prompt", "max_response", "num_generations")
             for name, needed in zip(names, task.largest, strict=True):
                 if needed > fields[name]:

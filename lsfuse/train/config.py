@@ -44,8 +44,10 @@ def schema_of(config: Mapping[str, Any] | ConfigDict) -> Mapping[str, Any]:
 
 
 def today_s_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of all fields that a config of this program may have: what counts where a saved one lacks some."""
-    return default_config(schema_of(config)).to_dict()
+    """The defaults of all fields that a config of this program may have: what counts where a saved one lacks some.
+    Where a run did not note its data, they count as those of today."""
+    noted = {k: config[k] for k in ("data_sha256",) if k in config}
+    return default_config(schema_of(config)).to_dict() | noted
 
 
 def check_fields(names: Iterable[str], schema: Mapping[str, Any] = SCHEMA) -> None:

@@ -98,7 +98,10 @@ def set_up(
         before = files.saved_config(pathlib.Path(workdir)) or {}
         config.replay.prefix_activations = before.get("replay", {}).get("prefix_activations", "auto")
     config.replay.prefix_activations = build.resolve_prefix_activations(config, model)
-    saved = json.loads(json.dumps({**config.to_dict(), "passed": passed}))
+    facts = {"passed": passed}
+    if sha256 := getattr(task, "sha256", None):
+        facts["data_sha256"] = dict(sha256)
+    saved = json.loads(json.dumps({**config.to_dict(), **facts}))
     if workdir is not None:
         files.check_workdir(pathlib.Path(workdir), saved, resume)
     reward_fn = reward_fn or getattr(task, "reward", None)

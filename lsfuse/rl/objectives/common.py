@@ -196,7 +196,7 @@ def check_epsilon(name: str, epsilon: float, epsilon_high: float | None) -> floa
 
 def check_dual_clip(name: str, dual_clip: float | None) -> None:
     if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"{name}: dual_clip must be above 1 (verl and Tunix: 3), or None for none; got {dual_clip}")
+        raise ValueError(f"{name}: dual_clip must be above 1 (verl: 3), or None for none; got {dual_clip}")
 
 
 def check_beta(name: str, beta: float) -> None:

@@ -25,8 +25,9 @@ def dpo(
         beta: 0.1 (both the same).
         label_smoothing: 0 (both the same); the probability ε that a preference is the wrong way round: the loss is
             -(1 - ε) log σ(margin) - ε log σ(-margin) (Mitchell, "A note on DPO with noisy preferences", 2023, eq. 3).
+            TRL smooths in its loss type "robust" only, which is another one.
         loss_type: "sigmoid" (both the same), or "ipo": (h - 1 / (2 beta))², h the difference of the two *mean*
-            log-ratios a token, as TRL does on its authors' word (IPO, arXiv 2310.12036, eq. 17).
+            log-ratios a token, as TRL does on its authors' word (IPO, arXiv 2310.12036, eq. 17); Tunix has none.
         reference_free: False; True leaves π_ref out (TRL had it until 0.24; Tunix: with no reference model).
 
     Branches 0, 2, … of a group are chosen, 1, 3, … their rejected partners. Needs ref_per_token_logps unless

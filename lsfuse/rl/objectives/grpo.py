@@ -23,12 +23,12 @@ def grpo(
 
     Args, with the defaults of TRL and Tunix beside them:
         epsilon: 0.2 (both the same).
-        epsilon_high: None, equal to epsilon (TRL the same).
+        epsilon_high: None, equal to epsilon (both the same).
         beta: 0, no reference needed (TRL 0; Tunix 0.04).
-        kl: "k3" (TRL the same), "k1" or "k2".
-        loss_agg_mode: "seq-mean-token-mean", the paper's (TRL's `loss_type="grpo"`; TRL's default "dapo" is
-            "token-mean" here, and so is Tunix's GRPO). See `token_weights`.
-        dual_clip: None (TRL `delta`, None, bounds the ratio likewise). See `common.clipped_surrogate`.
+        kl: "k3" (TRL the same; Tunix "kl", which is k1), "k1" or "k2".
+        loss_agg_mode: "seq-mean-token-mean", the paper's (Tunix the same; TRL's `loss_type="grpo"`, while its default
+            "dapo" is "token-mean" here). See `token_weights`.
+        dual_clip: None (both the same: TRL's `delta`, Tunix's `epsilon_c`). See `common.clipped_surrogate`.
 
     Needs batch.advantages ([B, G], or per token [B, G, R]); ref_per_token_logps if beta > 0. Without
     old_per_token_logps the batch is on-policy: ratio 1.
@@ -65,7 +65,8 @@ def dr_grpo(
     """GRPO without its two biases: token losses are divided by the longest response allowed, not by each one's length,
     and advantages are not divided by the group's std (`group_advantages(scale="none")`).
 
-    Source: Dr. GRPO (arXiv 2503.20783) sec. 3.2. TRL: `loss_type="dr_grpo"`, `scale_rewards=False`; Tunix: `dr_grpo`.
+    Source: Dr. GRPO (arXiv 2503.20783) sec. 3.2. TRL: `loss_type="dr_grpo"`, `scale_rewards="none"`; Tunix:
+    `DrGRPOConfig`. Their other defaults are those of GRPO, as ours are.
     """
     objective = grpo(epsilon, epsilon_high, beta, kl, "seq-mean-token-sum-norm")
     return dataclasses.replace(objective, name="dr_grpo")
@@ -75,7 +76,7 @@ def dapo(epsilon: float = 0.2, epsilon_high: float | None = 0.28, dual_clip: flo
     """GRPO with clip-higher, a mean over all tokens and no KL.
 
     Source: DAPO (arXiv 2503.14476) eq. 8 and 10, its constants. TRL: `loss_type="dapo"` (epsilon_high as epsilon
-    unless set); Tunix: `dapo`, 0.28. Its overlong penalty is `overlong_penalty`, added to the rewards; dynamic sampling
-    is the training loop's (`config.rl.dynamic_sampling`).
+    unless set); Tunix: `DAPOConfig`, 0.2 and 0.28. Its overlong penalty is `overlong_penalty`, added to the rewards;
+    dynamic sampling is the training loop's (`config.rl.dynamic_sampling`).
     """
     return dataclasses.replace(grpo(epsilon, epsilon_high, 0.0, "k3", "token-mean", dual_clip), name="dapo")

@@ -14,7 +14,9 @@ def reinforce(loss_agg_mode: str = "seq-mean-token-mean") -> Objective:
     """Σ weight · (-A · log π(token)): Williams (1992), with the advantage as the return minus its baseline (the mean of
     the batch, `group_advantages(baseline="batch", scale="none")`, unless the caller sets others).
 
-    Its gradient is that of on-policy `grpo` without KL. Needs batch.advantages. Metrics: "entropy".
+    loss_agg_mode: the mean over responses of the mean over their tokens, so that its gradient is that of on-policy
+    `grpo` without KL. TRL and Tunix have no loss of this name: there it is GRPO with one iteration, beta 0 and no
+    scaling of rewards. Needs batch.advantages. Metrics: "entropy".
     """
 
     def loss_fn(per_token_logps: Array, entropies: Array, batch: Batch) -> tuple[Array, dict]:
@@ -31,7 +33,7 @@ def rloo() -> Objective:
     (`group_advantages(baseline="leave_one_out", scale="none")`).
 
     Source: RLOO (arXiv 2402.14740) eq. 6 and 7. TRL's RLOOTrainer adds PPO's clip (epsilon 0.2) and a KL of weight
-    0.05 in the reward; Tunix has the same name in its advantage estimators.
+    0.05 in the reward, which are off here; Tunix: `advantage_estimator="rloo"` of its GRPO, with that one's defaults.
     """
     return dataclasses.replace(reinforce("seq-mean-token-sum"), name="rloo")
 
