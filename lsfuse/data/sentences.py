@@ -23,7 +23,7 @@ COLOURS = ("black", "blue", "brown", "green", "grey", "red", "white", "yellow")
 THINGS = ("book", "box", "chair", "clock", "cup", "drum", "key", "lamp", "map", "ring", "rope", "sword")
 NUMBERS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-    " eighteen"
+    " eighteen nineteen twenty twenty-one twenty-two twenty-three twenty-four twenty-five twenty-six twenty-seven"
 ).split()
 _REST = ("<pad>", ".", "the", "gives", "now", "has", "plus", "is", "she", "he")
 WORDS = (*_REST, *NAMES, *(w for verb, values in FACTS for w in (*verb, *values)), *COLOURS, *THINGS, *NUMBERS)
@@ -45,7 +45,7 @@ def sentences(count: int, seed: int) -> str:
     facts = [dict(zip(NAMES, world.choice(values, len(NAMES)), strict=True)) for _, values in FACTS]
     rng, said = counter_rng(seed, 1, 0), []
     while len(said) < count:
-        said += (_about, _sum, _gift)[rng.choice(3, p=(0.5, 0.2, 0.3))](rng, facts)
+        said += (_about, _sum, _gift)[rng.choice(3, p=(0.4, 0.4, 0.2))](rng, facts)
     return "\n".join(said[:count])
 
 
@@ -59,8 +59,8 @@ def _about(rng: np.random.Generator, facts: list[dict[str, str]]) -> list[str]:
 
 def _sum(rng: np.random.Generator, facts: list[dict[str, str]]) -> list[str]:
     del facts
-    a, b = rng.integers(0, 10, 2)
-    return [f"{NUMBERS[a]} plus {NUMBERS[b]} is {NUMBERS[a + b]} ."]
+    terms = rng.integers(0, 10, rng.integers(2, 4))
+    return [f"{' plus '.join(NUMBERS[n] for n in terms)} is {NUMBERS[terms.sum()]} ."]
 
 
 def _gift(rng: np.random.Generator, facts: list[dict[str, str]]) -> list[str]:

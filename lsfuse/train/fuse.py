@@ -5,7 +5,7 @@ there. So a stage runs alone, and a run that was killed goes on: finished stages
 and training go on inside.
 
 parent/          the parent's own training    analysis/, analysis.json   scores, dependencies, heat maps
-plan.json        what is done                 fused/       the child, in Hugging Face layout
+plan.json        what is done                 fused/, fused.json         the child, in Hugging Face layout; its sizes
 table.json       a row to every variant       distil/, distilled.json    training of the child; its row
 export/          checkpoints, read back       report.md, summary.json    all of it, for people and for programs
 """
@@ -23,7 +23,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from lsfuse import fusion, io
-from lsfuse.fusion.describe import on_shapes
+from lsfuse.fusion.describe import on_shapes, summarize
 from lsfuse.fusion.distil import Model
 from lsfuse.io.hf_config import why_not_family
 from lsfuse.model import forward, logits
@@ -85,7 +85,7 @@ class _Run:
     # --- files --------------------------------------------------------------------------------------------------------
 
     def stage(self, name: str) -> None:
-        if name in ("fuse", "warm_start"):
+        if name == "warm_start":  # before there is a model
             done = (self.workdir / RESULTS[name]).is_file()
         else:
             done = name != "report" and self.read(RESULTS[name], complete=True) is not None
@@ -167,7 +167,9 @@ class _Run:
         self.progress.line(f"attention of {removed} removed, FFNs {found['fuse_ffn']} fused")
 
     def fuse(self) -> None:
-        io.save_hf(self.workdir / "fused", *self.surgery(*self.parent), self.saved_tokenizer)
+        child = self.surgery(*self.parent)
+        io.save_hf(self.workdir / "fused", *child, self.saved_tokenizer)
+        self.write(RESULTS["fuse"], summarize(child[0], self.setup.config.dtype))
 
     def evaluate(self) -> None:
         importance = functools.cache(lambda: fusion.ffn_importance(*self.parent, self.setup.analysed))

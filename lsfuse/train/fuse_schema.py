@@ -19,6 +19,17 @@ def _check_stages(name: str, value: Any) -> None:
             raise ValueError(f"{name} has {stage!r}, which is none of {', '.join(STAGES)}{hint}")
 
 
+def _check_blocks(name: str, value: Any) -> None:
+    if any(type(i) is not int or i < 0 for i in value):
+        raise ValueError(f"{name} must hold blocks, whole numbers from 0, for example (6, 7), got {value}")
+
+
+def _check_spans(name: str, value: Any) -> None:
+    for span in value:
+        if not isinstance(span, tuple | list) or len(span) != 2 or any(type(i) is not int for i in span):
+            raise ValueError(f"{name} must hold spans (first, last), for example ((6, 8),), got {value}")
+
+
 FUSE_SCHEMA: dict[str, Any] = {
     "program": Field("fuse", "what the launcher runs", choices=("fuse",)),
     "stages": Field(
@@ -45,9 +56,11 @@ FUSE_SCHEMA: dict[str, Any] = {
         "count": Field(2, "such windows", minimum=1),
     },
     "plan": {
-        "remove_attention": Field((), "blocks that lose their attention; (): `num_attentions` chosen by the rule"),
+        "remove_attention": Field(
+            (), "blocks that lose their attention; (): `num_attentions` chosen by the rule", check=_check_blocks
+        ),
         "num_attentions": Field(4, "blocks in a row, those whose attentions cost least in sum", minimum=1),
-        "fuse_ffn": Field((), "spans (first, last), inclusive, to fuse; (): by the rule"),
+        "fuse_ffn": Field((), "spans (first, last), inclusive, to fuse; (): by the rule", check=_check_spans),
         "threshold": Field(0.1, "largest dependency inside a span, by the rule", minimum=0),
         "max_width": Field(None, "most channels of a fused FFN, by the rule; None: any number", (int,), minimum=1),
         "norm": Field("fold", "whose norm gains a fused FFN takes", choices=NORMS),

@@ -196,7 +196,7 @@ def likely_plan(setup: FuseSetup) -> dict[str, Any]:
     try:
         free = fusion.remove_attention(removed)
         spans = plan.fuse_ffn or fusion.fusion_spans(on_shapes(free, model)[0], min_members=1)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"config.plan.remove_attention {removed!r}: {error}") from None
     return {"remove_attention": tuple(removed), "fuse_ffn": tuple(spans), "norm": plan.norm}
 
@@ -206,7 +206,7 @@ def child_of(setup: FuseSetup, plan: Mapping[str, Any]) -> Model:
     shapes = abstract_params(setup.parent, jnp.dtype(setup.config.dtype))
     try:
         return on_shapes(surgery(ConfigDict(dict(plan))), setup.parent, shapes)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"config.plan: {error}") from None
 
 
@@ -214,7 +214,7 @@ RESULTS = {
     "warm_start": "parent/summary.json",
     "analyse": "analysis.json",
     "plan": "plan.json",
-    "fuse": "fused/config.json",
+    "fuse": "fused.json",
     "evaluate": "table.json",
     "distil": "distilled.json",
     "export": "export.json",
