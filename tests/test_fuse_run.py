@@ -122,6 +122,7 @@ def test_a_run_of_another_config_is_refused(begun):
         ({"distil": {"stages": ({"los": "lm"},)}}, r"config.distil: stages\[0\] has no field 'los'"),
         ({"data": {"path": None}}, "config.data.path and config.data.sentences are not set"),
         ({"data": {"path": "x", "sentences": 3}}, "config.data.path and config.data.sentences are both set"),
+        ({"data": {"path": None, "sentences": 3}}, "config.data.held_out is of a text file"),
         ({"plan": {"treshold": 1.0}}, 'did you mean "plan.threshold"'),
     ],
 )

@@ -43,7 +43,8 @@ def sentences(count: int, seed: int) -> str:
         raise ValueError(f"sentences: count must be at least 1, got {count}")
     world = counter_rng(seed, 0, 0)
     facts = [dict(zip(NAMES, world.choice(values, len(NAMES)), strict=True)) for _, values in FACTS]
-    rng, said = counter_rng(seed, 1, 0), []
+    rng = counter_rng(seed, 1, 0)
+    said: list[str] = []
     while len(said) < count:
         said += (_about, _sum, _gift)[rng.choice(3, p=(0.4, 0.4, 0.2))](rng, facts)
     return "\n".join(said[:count])

@@ -195,9 +195,17 @@ class _Run:
         trained = self._train("distil", "distil", parent=self.parent, child=self.child)
         self.write(RESULTS["distil"], {"row": self._row(DISTILLED, trained)})
 
-    def _train(self, phase: str, folder: str, **models: Model) -> Model:
-        passed = {"tokenizer": self.setup.tokenizer, "text": self.setup.text, "progress": self.bars}
-        result = distil(self.setup.training(phase), self.workdir / folder, resume=True, **models, **passed)
+    def _train(self, phase: str, folder: str, parent: Model, child: Model | None = None) -> Model:
+        result = distil(
+            self.setup.training(phase),
+            self.workdir / folder,
+            parent=parent,
+            child=child,
+            tokenizer=self.setup.tokenizer,
+            text=self.setup.text,
+            resume=True,
+            progress=self.bars,
+        )
         return result.model, result.params
 
     def export(self) -> None:

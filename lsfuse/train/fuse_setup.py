@@ -47,6 +47,7 @@ class FuseSetup:
     stages: tuple[str, ...]
     work: tuple[str, ...]
     text: str
+    held_out_characters: tuple[int, int] | None
     windows: TextWindows
     tokenizer: Any
     parent: ModelConfig
@@ -59,7 +60,7 @@ class FuseSetup:
         """The config of the distillation loop for "warm_start" or "distil"."""
         config = self.config.to_dict()
         shared = {name: config[name] for name in ("seed", "dtype", "remat_policy", "eval", "probe", "checkpoint")}
-        held_out = {"data": {"held_out": config["data"]["held_out"]}}
+        held_out = {"data": {"held_out": self.held_out_characters}}
         return {**shared, **held_out, **{name: config[phase][name] for name in ("stages", "optimizer")}}
 
     @property
@@ -82,7 +83,8 @@ def set_up_fusion(
     if workdir is not None:
         files.check_workdir(pathlib.Path(workdir), None, resume)
     text, tokenizer = _text(config, parent, tokenizer)
-    windows = TextWindows(text, tokenizer, config.data.held_out)
+    held_out = config.data.held_out or _last_sentences(config, text)
+    windows = TextWindows(text, tokenizer, held_out)
     model, load = _parent(config, tokenizer, parent)
     facts = {"passed": ["parent"] if parent else [], "text_sha256": windows.sha256}
     # Which of the stages a session runs says nothing about what they leave.
@@ -94,6 +96,7 @@ def set_up_fusion(
         stages=tuple(s for s in work if not config.stages or s in config.stages),
         work=work,
         text=text,
+        held_out_characters=held_out,
         windows=windows,
         tokenizer=tokenizer,
         parent=model,
@@ -114,6 +117,8 @@ def _text(config: ConfigDict, parent: Model | None, tokenizer: Any) -> tuple[str
     if (path is None) == (count is None):
         which = "both set; take one" if path else "not set; name a text file, or let sentences be generated"
         raise ValueError(f"config.data.path and config.data.sentences are {which}")
+    if count is not None and config.data.held_out is not None:
+        raise ValueError("config.data.held_out is of a text file; generated sentences hold their last twentieth out")
     if parent is not None and tokenizer is None:
         raise ValueError("a parent that is passed needs a tokenizer passed with it")
     if parent is None and config.model.path is None and not config.warm_start.stages:
@@ -123,6 +128,12 @@ def _text(config: ConfigDict, parent: Model | None, tokenizer: Any) -> tuple[str
         raise ValueError("config.model.path is not set: a model of random parameters reads generated sentences only")
     text = read_text(path) if path is not None else data.sentences(count, config.seed)
     return text, tokenizer or data.sentence_tokenizer()
+
+
+def _last_sentences(config: ConfigDict, text: str) -> tuple[int, int] | None:
+    """The last twentieth of generated text, as characters, from the beginning of a sentence: half a word has no token.
+    None for a file's, where any beginning will do."""
+    return None if config.data.sentences is None else (text.rfind("\n", 0, len(text) - len(text) // 20) + 1, len(text))
 
 
 def _parent(config: ConfigDict, tokenizer: Any, parent: Model | None) -> tuple[ModelConfig, Callable[[], Model]]:
