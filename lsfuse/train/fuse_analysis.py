@@ -33,14 +33,14 @@ def analyse(
     config, params = parent
     scores = fusion.removal_scores(config, params, texts, progress=progress, folder=folder / "attention_rows")
     whole = fusion.dependency(config, params, texts, progress=progress, folder=folder / "block_rows")
-    _keep(folder / "blocks", whole, config, about, (), "whole blocks of the parent")
+    _keep(folder / "blocks", whole, config, about, range(config.num_blocks), (), "whole blocks of the parent")
     cheapest = fusion.cheapest_run(scores, len(fields.remove_attention) or fields.num_attentions)
     removed = tuple(fields.remove_attention) or cheapest
     free = fusion.remove_attention(removed)(config, params)
     rows = {i for first, last in fusion.attention_free_runs(free[0]) for i in range(first, last + 1)}
     region = fusion.dependency(*free, texts, blocks=rows, progress=progress, folder=folder / "region_rows")
     spans = _spans(free[0], region.mean, fields)
-    _keep(folder / "region", region, free[0], about, spans, "without the attention that is removed")
+    _keep(folder / "region", region, free[0], about, rows, spans, "without the attention that is removed")
     return {
         "attention": [None if np.isnan(x) else float(x) for x in scores],
         "influence": whole.influence.tolist(),
@@ -50,9 +50,12 @@ def analyse(
     }
 
 
-def _keep(path: pathlib.Path, found: fusion.Dependency, config: ModelConfig, about, spans, title: str) -> None:
+def _keep(path: pathlib.Path, found: fusion.Dependency, config: ModelConfig, about, rows, spans, title: str) -> None:
+    """rows: those that were computed; the heat map leaves the others blank, as 0 would mean independence."""
     fusion.save_dependency(path, found, config, about)
-    fusion.plot_dependency(path.with_suffix(".png"), found.mean, config, spans, title)
+    computed = np.isin(np.arange(config.num_blocks), list(rows))[:, None]
+    shown = np.where(computed, found.mean, np.nan)
+    fusion.plot_dependency(path.with_suffix(".png"), shown, config, spans, title)
 
 
 def _spans(config: ModelConfig, mean: np.ndarray, fields: ConfigDict) -> list[tuple[int, int]]:

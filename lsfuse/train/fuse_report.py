@@ -157,7 +157,7 @@ def _plot_table(path: pathlib.Path, rows: Mapping[str, Mapping[str, float]]) -> 
     shown = {name: row["kl"] for name, row in rows.items() if name != PARENT}
     figure, axes = _figure(7.0, 0.35 * len(shown) + 1.2)
     bars = axes.barh(list(shown), list(shown.values()), color="tab:blue")
-    axes.bar_label(bars, fmt="%.3f", padding=3, fontsize="small")
+    axes.bar_label(bars, fmt="%.2g", padding=3, fontsize="small")
     axes.set(xscale="log", xlabel="KL to the parent, nats a token")
     axes.margins(x=0.2)
     axes.invert_yaxis()
