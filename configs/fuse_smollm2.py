@@ -6,8 +6,8 @@ Needs the checkpoint in a folder and WikiText-2's validation text; --config.mode
 other places. Ends in report.md and export/. --config.stages="('analyse','plan')" runs stages alone, --resume goes on.
 
 The rule takes the attentions of blocks 6-9, the four in a row that cost least by its own ranking (alone, 7 is second, 6
-fifth, 9 sixth, 8 eighth of 30), and fuses the FFNs of 6-8. On the first 1,024 tokens of characters 2,000 to 30,000, which
-nothing else reads, as two windows of 512; 16 greedy continuations of 32 tokens:
+fifth, 9 sixth, 8 eighth of 30), and fuses the FFNs of 6-8. On the first 1,024 tokens of characters 2,000 to 30,000,
+which nothing else reads, as two windows of 512; 16 greedy continuations of 32 tokens:
 
                                 perplexity      KL  same top token  greedy text alike  parameters  KV bytes per token
     parent                           18.33       0          100.0%        32.0 tokens      134.5M              46,080
