@@ -1,8 +1,9 @@
-"""Command line of the training loops: group RL, or distillation where the config's `program` says so.
+"""Command line of the training loops: group RL, or what the config's `program` says: distillation, FFN fusion.
 
     python -m experiments.launch --config=configs/quickstart.py --workdir=runs/quickstart
     python -m experiments.launch --config=configs/x.py:argument --config.replay.prefix_grad=stop --workdir=… --resume
     python -m experiments.launch --config=configs/quickstart.py --dry_run
+    python -m experiments.launch --config=configs/fuse_smollm2.py --workdir=… --config.stages="('analyse','plan')"
     python -m experiments.launch --config=… --workdir=runs/lr --sweep=rl.temperature=0.7,1.0 --sweep=seed=0,1
 
 A sweep runs every combination in turn, each in a directory of its own inside --workdir; with --resume those that are
@@ -78,14 +79,16 @@ def main() -> None:
 
 
 def one(config, workdir) -> None:
-    distils = train.schema_of(config) is train.DISTIL_SCHEMA
+    program = config.get("program")
     for flag in (_PROFILE, _TENSORBOARD):
-        if distils and flag.value:
-            raise ValueError(f"--{flag.name} is of group RL; a distillation does without")
+        if program and flag.value:
+            raise ValueError(f'--{flag.name} is of group RL; program "{program}" does without')
     if _DRY_RUN.value:
-        print((train.describe_distillation if distils else train.dry_run)(config))
-    elif distils:
-        train.distil(config, str(workdir), resume=_RESUME.value)
+        describe = {"distil": train.describe_distillation, "fuse": train.describe_fusion}.get(program, train.dry_run)
+        print(describe(config))
+    elif program:
+        run_program = train.distil if program == "distil" else train.fuse
+        run_program(config, str(workdir), resume=_RESUME.value)
     else:
         profile, tensorboard = _PROFILE.value, _TENSORBOARD.value
         train.run(config, str(workdir), resume=_RESUME.value, profile=profile, tensorboard=tensorboard)

@@ -70,9 +70,8 @@ def test_a_run_and_the_same_run_killed_twice(tmp_path, repo_root):
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
 
 
-def test_no_window_holds_held_out_text(tmp_path):
-    (tmp_path / "text.txt").write_text(" ".join(["1"] * 30 + ["2"] * 20 + ["3"] * 30))
-    text = TextWindows(tmp_path / "text.txt", TOKENIZER, (60, 100))
+def test_no_window_holds_held_out_text():
+    text = TextWindows(" ".join(["1"] * 30 + ["2"] * 20 + ["3"] * 30), TOKENIZER, (60, 100))
     assert set(TOKENIZER.encode(text.held_out)) == {2} and text.size(7) == 8
     ids, position = text.batch(7, 16, seed=1, position=0)
     assert position == 112 and all(len(set(row)) == 1 for row in ids.tolist()) and not (ids == 2).any()

@@ -45,6 +45,16 @@ def test_the_paper_s_spans(count, runs, spans):
     assert fusion.attention_free_runs(config) == runs and fusion.fusion_spans(config) == spans
 
 
+def test_attentions_in_a_row_that_cost_least():
+    scores = np.array([np.nan, 0.1, 0.4, 0.2, 0.1, np.nan, 0.0])
+    assert fusion.cheapest_run(scores, 1) == (6,)
+    assert fusion.cheapest_run(scores, 2) == (3, 4)  # neither across what has none, nor the two cheapest
+    assert fusion.cheapest_run(scores, 4) == (1, 2, 3, 4)
+    for count in (5, 8):
+        with pytest.raises(ValueError, match=f"no {count} blocks in a row have attention, of 7 blocks"):
+            fusion.cheapest_run(scores, count)
+
+
 def all_plans(choices, num_blocks, at=0):
     """Every way of covering the blocks from `at` on."""
     if at == num_blocks:

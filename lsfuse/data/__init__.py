@@ -9,6 +9,7 @@ from lsfuse.data.harness import harness_model
 from lsfuse.data.order import counter_rng, indices
 from lsfuse.data.reasoning import ReasoningGymTask
 from lsfuse.data.retrieval import RetrievalTask
+from lsfuse.data.sentences import sentence_tokenizer, sentences
 from lsfuse.data.symbols import SymbolTokenizer
 from lsfuse.data.task import Task, Tokenizer, cut_completion, sft_group
 
@@ -35,5 +36,7 @@ __all__ = [
     "make_batch",
     "open_dataset",
     "ordered",
+    "sentence_tokenizer",
+    "sentences",
     "sft_group",
 ]

@@ -16,10 +16,18 @@ from lsfuse.fusion.analysis import (
     replacement_scores,
 )
 from lsfuse.fusion.describe import check_tensor_parallel, dry_run, place
-from lsfuse.fusion.evaluate import evaluate
+from lsfuse.fusion.evaluate import evaluate, greedy_agreement
 from lsfuse.fusion.fuse import fuse_ffn, reverse, wide_ffn
 from lsfuse.fusion.parallel import parallel_blocks, parallel_parts
-from lsfuse.fusion.planner import Choice, Infeasible, apply_plan, attention_free_runs, fusion_spans, solve
+from lsfuse.fusion.planner import (
+    Choice,
+    Infeasible,
+    apply_plan,
+    attention_free_runs,
+    cheapest_run,
+    fusion_spans,
+    solve,
+)
 from lsfuse.fusion.quantize import quantize
 from lsfuse.fusion.results import load_dependency, plot_dependency, save_dependency
 from lsfuse.fusion.store import fingerprint
@@ -47,6 +55,7 @@ __all__ = [
     "attention_free_runs",
     "block_sources",
     "chain",
+    "cheapest_run",
     "check_tensor_parallel",
     "cosine_distance",
     "cut",
@@ -58,6 +67,7 @@ __all__ = [
     "from_lists",
     "fuse_ffn",
     "fusion_spans",
+    "greedy_agreement",
     "linear_attention",
     "load_dependency",
     "parallel_blocks",

@@ -1,4 +1,4 @@
-"""How far a model is from the one it was made of: perplexity, KL, agreement of the likeliest token."""
+"""How far a model is from the one it was made of: perplexity, KL, agreement of the likeliest token, greedy text."""
 
 import functools
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from lsfuse.fusion.forward import embed_texts, run_from, token_measures
+from lsfuse.fusion.forward import embed_texts, over_chunks, run_from, token_measures
 from lsfuse.fusion.texts import Texts, check_texts
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.head_loss import check_vocabularies
@@ -61,6 +61,35 @@ def _sums(configs: tuple[ModelConfig, ...], params: Any, ids: Array, lengths: Ar
     predicts = (positions < lengths[:, None] - 1).reshape(-1)
     sums = {k: jnp.sum(jnp.where(predicts if k.startswith("nll") else exists, v, 0.0)) for k, v in tokens.items()}
     return {**sums, "predictions": predicts.sum(), "positions": exists.sum()}
+
+
+def greedy_agreement(child: Model, texts: Texts, start: int) -> np.ndarray:
+    """int64 [N]: how many tokens of each text, from position `start` on, the child too would write, taking the
+    likeliest each time, before its first other one. All texts are one batch.
+
+    If the texts go on as a parent's greedy generation does, that is where the child's first differs: up to there both
+    read the same, so that one forward pass of the child tells, and it needs not generate.
+
+    Raises: ValueError unless start leaves a token before and behind it in every text.
+    """
+    config, params = child
+    check_texts("greedy_agreement", texts, config, params)
+    if not 1 <= start < texts.lengths.min():
+        raise ValueError(
+            f"greedy_agreement: start {start} must be at least 1 and less than the shortest text's"
+            f" {texts.lengths.min()} tokens"
+        )
+    likeliest = np.asarray(_likeliest(config, params, jnp.asarray(texts.ids), jnp.asarray(texts.lengths)))
+    exists = np.arange(start, texts.ids.shape[1]) < texts.lengths[:, None]
+    same = (likeliest[:, start - 1 : -1] == texts.ids[:, start:]) & exists
+    return np.cumprod(same, 1).sum(1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _likeliest(config: ModelConfig, params: Params, ids: Array, lengths: Array) -> Array:
+    """[B, T]: the likeliest token behind every position."""
+    hidden = final_hidden(params, config, ids, lengths)
+    return over_chunks((params,), (config,), (hidden,), lambda x: x.argmax(-1)).reshape(ids.shape)
 
 
 def final_hidden(params: Params, config: ModelConfig, ids: Array, lengths: Array) -> Array:

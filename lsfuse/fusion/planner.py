@@ -43,6 +43,19 @@ def fusion_spans(
     return [(a, b) for a, b in spans if b - a + 1 >= min_members]
 
 
+def cheapest_run(scores: np.ndarray, count: int) -> tuple[int, ...]:
+    """The `count` consecutive blocks whose attentions cost least, by the sum of their `removal_scores` [L], NaN where
+    there is none: what the rule fuses lies between them.
+
+    Raises: ValueError if no so many blocks in a row have attention.
+    """
+    sums = [float(np.sum(scores[i : i + count])) for i in range(len(scores) - count + 1)]
+    if not np.isfinite(sums).any():
+        raise ValueError(f"cheapest_run: no {count} blocks in a row have attention, of {len(scores)} blocks")
+    first = int(np.nanargmin(sums))
+    return tuple(range(first, first + count))
+
+
 def attention_free_runs(config: ModelConfig) -> list[tuple[int, int]]:
     """Longest stretches (first, last), of two blocks or more, without attention and with FFNs of one kind."""
     runs = []

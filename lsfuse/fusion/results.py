@@ -69,7 +69,7 @@ def plot_dependency(
     """A heat map of M [L, L] as in FFN Fusion (arXiv 2503.18908): log2, from blue, independent, at 2^-9 to red at 2^-1.
 
     Row i, column j: how far block j's contribution moves without block i. spans (first, last), inclusive, are boxed;
-    blocks without attention are marked with a dot at the row's left.
+    blocks without attention are marked with a dot at the row's left. NaN stays blank.
 
     Raises: ValueError for a matrix of another number of blocks.
     """

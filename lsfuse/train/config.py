@@ -12,7 +12,11 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from lsfuse.train.distil_schema import DISTIL_SCHEMA
+from lsfuse.train.fuse_schema import FUSE_SCHEMA
 from lsfuse.train.schema import LARGEST_INT, SCHEMA, Field, default_config, fields
+
+# What a config's `program` may name besides group RL, which has no such field.
+PROGRAMS: Mapping[str, Mapping[str, Any]] = {"distil": DISTIL_SCHEMA, "fuse": FUSE_SCHEMA}
 
 
 def load_config(path: str | pathlib.Path, overrides: Mapping[str, Any] | None = None) -> ConfigDict:
@@ -39,8 +43,9 @@ def set_field(config: ConfigDict, name: str, value: Any) -> None:
 
 
 def schema_of(config: Mapping[str, Any] | ConfigDict) -> Mapping[str, Any]:
-    """The fields a config may have: those of distillation if its `program` says so, else those of group RL."""
-    return DISTIL_SCHEMA if config.get("program") == "distil" else SCHEMA
+    """The fields a config may have: those of the program it names, distillation or fusion, else those of group RL."""
+    program = config.get("program")
+    return next((schema for name, schema in PROGRAMS.items() if name == program), SCHEMA)
 
 
 def today_s_fields(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,11 +22,11 @@ from lsfuse.fusion.describe import on_shapes
 from lsfuse.fusion.distil import Model, Span, Teacher, make_teacher, match_blocks
 from lsfuse.fusion.texts import Texts
 from lsfuse.io.checkpoint import Checkpoints
-from lsfuse.model import ModelConfig, abstract_params
+from lsfuse.model import ModelConfig, abstract_params, count_params
 from lsfuse.model.params import check_trainable
 from lsfuse.train import workdir as files
 from lsfuse.train.config import checked, resolve_config, today_s_fields
-from lsfuse.train.distil_data import TextWindows, evaluate, full, probe
+from lsfuse.train.distil_data import TextWindows, evaluate, full, probe, read_text
 from lsfuse.train.distil_report import format_distillation, summarize_distillation, write_distillation_report
 from lsfuse.train.distil_schema import STAGE
 from lsfuse.train.distil_step import Flat, first_trained_run, flatten, make_stage_update, trained_names, unflatten
@@ -95,18 +95,21 @@ def set_up_distillation(
     parent: Model | None = None,
     child: Model | None = None,
     tokenizer: Any = None,
+    text: str | None = None,
     resume: bool = False,
 ) -> DistilSetup:
     """Resolves and checks everything; reads files, writes none. Arguments as in `distil`."""
     config = resolve_config({"program": "distil", **_plain(config)})
     if workdir is not None:
         files.check_workdir(pathlib.Path(workdir), None, resume)
-    for field, value in (("model.path", config.model.path or parent), ("data.path", config.data.path)):
+    for field, value in (("model.path", config.model.path or parent), ("data.path", config.data.path or text)):
         if value is None:
             raise ValueError(f"config.{field} is not set")
-    for given in (parent, child):
-        if given is not None:
-            check_trainable(given[1])
+    if text is not None and config.data.path is not None:
+        raise ValueError(f"the text is given twice: config.data.path is {config.data.path}, and a text is passed")
+    for passed_in in (parent, child):
+        if passed_in is not None:
+            check_trainable(passed_in[1])
     if tokenizer is None:
         if config.model.path is None:
             raise ValueError("a parent that is passed needs a tokenizer passed with it")
@@ -115,17 +118,18 @@ def set_up_distillation(
     io.check_vocab(tokenizer, parent_config)
     model, load = _models(config, parent_config, parent, child)
     spans = tuple(s for s in match_blocks(model, parent_config) if s.replaced)
-    text = TextWindows(config.data.path, tokenizer, config.data.held_out)
-    stages = _stages(config, model, spans, text)
-    held_out = text.held_out_windows(config.eval.window, config.eval.count, "eval")
+    windows = TextWindows(read_text(config.data.path) if text is None else text, tokenizer, config.data.held_out)
+    stages = _stages(config, model, spans, windows)
+    held_out = windows.held_out_windows(config.eval.window, config.eval.count, "eval")
     context = config.probe.context or max(stage.fields.context for stage in stages)
-    probed = text.held_out_windows(context, config.probe.count, "probe") if config.probe.count else None
-    passed = [name for name, value in (("parent", parent), ("child", child)) if value is not None]
-    facts = {"passed": passed, "text_sha256": text.sha256}
+    probed = windows.held_out_windows(context, config.probe.count, "probe") if config.probe.count else None
+    given = (("parent", parent), ("child", child), ("text", text))
+    passed = [name for name, value in given if value is not None]
+    facts = {"passed": passed, "text_sha256": windows.sha256}
     saved = json.loads(json.dumps({**config.to_dict(), **facts, "stages": [s.fields.to_dict() for s in stages]}))
     if workdir is not None:
         files.check_workdir(pathlib.Path(workdir), saved, resume)
-    return DistilSetup(config, saved, text, tokenizer, model, parent_config, load, stages, spans, held_out, probed)
+    return DistilSetup(config, saved, windows, tokenizer, model, parent_config, load, stages, spans, held_out, probed)
 
 
 def _plain(config: ConfigDict | Mapping[str, Any]) -> dict[str, Any]:
@@ -188,6 +192,7 @@ def distil(
     parent: Model | None = None,
     child: Model | None = None,
     tokenizer: Any = None,
+    text: str | None = None,
     resume: bool = False,
     progress: bool = True,
 ) -> Result:
@@ -200,6 +205,7 @@ def distil(
         workdir: a directory that is empty or not there; with `resume`, one that holds a run of the same config.
         parent, child: (config, params), instead of the config's; tokenizer: likewise (anything with `encode` and
             `vocab_size`).
+        text: instead of the file that `data.path` names.
 
     Raises:
         ValueError, FileExistsError, FileNotFoundError: anything wrong with what was given, before any work.
@@ -208,7 +214,9 @@ def distil(
         FloatingPointError: loss or gradient is not finite.
     """
     workdir = pathlib.Path(workdir).absolute()
-    setup = set_up_distillation(config, workdir, parent=parent, child=child, tokenizer=tokenizer, resume=resume)
+    setup = set_up_distillation(
+        config, workdir, parent=parent, child=child, tokenizer=tokenizer, text=text, resume=resume
+    )
     with files.full_disk(workdir), files.locked(workdir):
         files.check_workdir(workdir, setup.saved, resume)
         write_run_files(workdir, setup.saved)
@@ -330,10 +338,16 @@ class _Run:
 def describe_distillation(config: ConfigDict | Mapping[str, Any]) -> str:
     """Text for people: the resolved config and what every stage trains and reads. Nothing is run or written."""
     setup = set_up_distillation(config)
-    shapes = flatten(abstract_params(setup.model, jnp.dtype(setup.config.dtype)))
     lines = [json.dumps(setup.saved, indent=2), ""]
-    lines.append(f"child: {sum(x.size for x in shapes.values()):,} parameters in {setup.model.num_blocks} blocks")
-    for stage in setup.stages:
-        f, size = stage.fields, sum(shapes[name].size for name in stage.names)
-        lines.append(f"{stage.label}: {f.steps} steps of {f.batch} windows, {size:,} parameters trained")
-    return "\n".join(lines)
+    lines.append(f"child: {count_params(setup.model):,} parameters in {setup.model.num_blocks} blocks")
+    return "\n".join([*lines, *describe_stages(setup)])
+
+
+def describe_stages(setup: DistilSetup) -> list[str]:
+    """One line for people to every stage."""
+    shapes = flatten(abstract_params(setup.model, jnp.dtype(setup.config.dtype)))
+    sizes = [sum(shapes[name].size for name in stage.names) for stage in setup.stages]
+    return [
+        f"{s.label}: {s.fields.steps} steps of {s.fields.batch} windows, {size:,} parameters trained"
+        for s, size in zip(setup.stages, sizes, strict=True)
+    ]

@@ -14,22 +14,26 @@ from lsfuse.model import ModelConfig
 from lsfuse.types import Array, Params
 
 
+def read_text(path: str | pathlib.Path) -> str:
+    """Raises: FileNotFoundError; ValueError for a file that is not UTF-8."""
+    if not pathlib.Path(path).is_file():
+        raise FileNotFoundError(f"config.data.path: there is no file {path}")
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config.data.path: {path} is not UTF-8 text ({error})") from None
+
+
 class TextWindows:
-    """Windows of a text file without its held-out characters.
+    """Windows of a text without its held-out characters.
 
     What lies before and behind these is tokenised and cut apart, so that no window contains or spans them.
     held_out: (first, end) characters; None is the last twentieth. sha256: of the text.
 
-    Raises: FileNotFoundError; ValueError for characters out of range or a file that is not UTF-8.
+    Raises: ValueError for characters out of range.
     """
 
-    def __init__(self, path: str | pathlib.Path, tokenizer: Any, held_out: tuple[int, int] | None = None):
-        if not pathlib.Path(path).is_file():
-            raise FileNotFoundError(f"config.data.path: there is no file {path}")
-        try:
-            text = pathlib.Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"config.data.path: {path} is not UTF-8 text ({error})") from None
+    def __init__(self, text: str, tokenizer: Any, held_out: tuple[int, int] | None = None):
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
         held_out = (len(text) - len(text) // 20, len(text)) if held_out is None else held_out
         if len(held_out) != 2 or not 0 <= held_out[0] < held_out[1] <= len(text):

@@ -23,8 +23,8 @@ STAGE: dict[str, Field] = {
 }
 
 
-def _optimizer() -> Mapping[str, Field]:
-    """The optimizer's fields but those that belong to a stage."""
+def stage_optimizer_fields() -> Mapping[str, Field]:
+    """The optimizer's fields but those that a stage has itself."""
     return {k: v for k, v in optimizer_fields(0.0).items() if k not in ("learning_rate", "trainable")}
 
 
@@ -52,7 +52,7 @@ DISTIL_SCHEMA: dict[str, Any] = {
         ),
     },
     "stages": Field((), "one dict a stage, run in turn: loss, context, batch, steps, learning_rate, trainable, …"),
-    "optimizer": _optimizer(),
+    "optimizer": stage_optimizer_fields(),
     "remat_policy": Field("everything_saveable", "what is saved for the backward", choices=tuple(REMAT_POLICIES)),
     "eval": {
         "window": Field(512, "tokens of a held-out window", minimum=2),
