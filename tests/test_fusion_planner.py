@@ -60,6 +60,10 @@ def test_the_best_of_all_plans(seed):
         got = fusion.solve(choices, 6, limits)
         assert tuple(got) in fitting
         np.testing.assert_allclose(sum(c.score for c in got), min(sum(c.score for c in p) for p in fitting))
+        listed = fusion.shortlist(choices, 6, limits, 5)
+        assert listed[0] == got and len({tuple(map(id, plan)) for plan in listed}) == len(listed)
+        want = sorted(sum(c.score for c in p) for p in fitting)[:5]
+        np.testing.assert_allclose([sum(c.score for c in plan) for plan in listed], want)
 
 
 def test_what_binds_is_said():
@@ -69,6 +73,10 @@ def test_what_binds_is_said():
     kinds = {"a": {"bytes": 4, "ms": 1}, "b": {"bytes": 1, "ms": 4}}
     choices = [choice(i, name, cost) for i in range(2) for name, cost in kinds.items()]
     assert [c.name for c in fusion.solve(choices, 2, {"bytes": 5, "ms": 5})] in (["a", "b"], ["b", "a"])
+    everything = fusion.shortlist(choices, 2, {"bytes": 5}, 9)  # all but the one of 8 bytes
+    assert [[c.name for c in plan].count("a") for plan in everything].count(1) == 2 and len(everything) == 3
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+        fusion.shortlist(choices, 2, {}, 0)
     for limits, binding, message in (
         ({"bytes": 1, "ms": 9}, ("bytes",), "bytes cannot be met even alone.*limited to 1, the least possible is 2"),
         ({"bytes": 4, "ms": 4}, ("bytes", "ms"), "giving up bytes or ms would let one"),

@@ -19,7 +19,7 @@ from lsfuse.fusion.describe import dry_run, place
 from lsfuse.fusion.evaluate import evaluate
 from lsfuse.fusion.fuse import fuse_ffn, reverse, wide_ffn
 from lsfuse.fusion.parallel import parallel_blocks, parallel_parts
-from lsfuse.fusion.planner import Choice, Infeasible, apply_plan, attention_free_runs, fusion_spans, solve
+from lsfuse.fusion.planner import Choice, Infeasible, apply_plan, attention_free_runs, fusion_spans, shortlist, solve
 from lsfuse.fusion.quantize import quantize
 from lsfuse.fusion.results import load_dependency, plot_dependency, save_dependency
 from lsfuse.fusion.store import fingerprint
@@ -74,6 +74,7 @@ __all__ = [
     "replacement_scores",
     "reverse",
     "save_dependency",
+    "shortlist",
     "solve",
     "wide_ffn",
     "windows",

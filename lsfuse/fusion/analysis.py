@@ -198,10 +198,15 @@ def replacement_scores(
     for span in spans:
         check_spans("replacement_scores", [span], config)
         check_no_group_cut("replacement_scores", config, *span)
-    parts = [
-        (None, {}) if transform is None else _anonymous(*transform(*cut(config, params, first, last)))
-        for first, last, transform in replacements
-    ]
+
+    def replaced(first: int, last: int, transform: Transform | None, params: Params = params):
+        if transform is None:
+            return None, {}
+        part, changed = transform(*cut(config, params, first, last))
+        return dataclasses.replace(part, sources=(), transforms=()), changed["runs"]  # alike parts are equal
+
+    for replacement in replacements:  # what cannot be done raises before any work
+        jax.eval_shape(lambda params, r=replacement: replaced(*r, params)[1], params)
     total, tokens = np.zeros(len(replacements)), 0
     keep = None if folder is None else Rows(folder, config, params, texts, batch_size=batch_size)
     label = name.replace(" ", "_")
@@ -212,9 +217,10 @@ def replacement_scores(
             whole = functools.partial(_outputs, config, params, jnp.asarray(ids), jnp.asarray(lengths))
             outputs = functools.cache(whole)  # not run at all where every row is there
             tokens += int(valid.sum())
-            for n, ((first, last), (part, runs)) in enumerate(zip(spans, parts, strict=True)):
+            for n, (first, last, transform) in enumerate(replacements):
 
-                def row(first=first, last=last, part=part, runs=runs, outputs=outputs, lengths=lengths, valid=valid):
+                def row(first=first, last=last, transform=transform, outputs=outputs, lengths=lengths, valid=valid):
+                    part, runs = replaced(first, last, transform)  # made when it is needed: all at once fill memory
                     where = jnp.int32(first), jnp.int32(last + 1)
                     kl = _kl_replaced(config, part, params, runs, outputs(), jnp.asarray(lengths), *where)
                     return np.asarray(kl, np.float64)[valid].sum()
@@ -247,11 +253,6 @@ def removal_scores(
     name = f"without {part}"
     scores[having] = replacement_scores(config, params, texts, replacements, batch_size, progress, name, folder)
     return scores
-
-
-def _anonymous(config: ModelConfig, params: Params):
-    """(config without history, so that alike parts are equal; the blocks' leaves)."""
-    return dataclasses.replace(config, sources=(), transforms=()), params["runs"]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
