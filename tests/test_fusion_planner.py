@@ -122,6 +122,22 @@ def test_scores_of_spans(x64):
         np.testing.assert_allclose(got, fusion.evaluate(transform(*whole), TEXTS, parent=whole)["kl"], rtol=1e-9)
 
 
+def test_scores_of_whole_plans(x64):
+    """Several choices together, some of them as the blocks are: the KL of the model that the plan makes."""
+    whole = model()
+    free, fuse = fusion.remove_attention([0]), fusion.fuse_ffn([(0, 1)])
+    plans = [
+        [fusion.Choice(3, 3, "free", 0.0, {}, free), fusion.Choice(1, 2, "fuse", 0.0, {}, fuse)],
+        [fusion.Choice(0, 3, "keep", 0.0, {})],
+    ]
+    got = fusion.plan_scores(*whole, TEXTS, plans)
+    want = [fusion.evaluate(fusion.apply_plan(plan)(*whole), TEXTS, parent=whole)["kl"] for plan in plans[:1]]
+    np.testing.assert_allclose(got[:1], want, rtol=1e-9)
+    assert got[1] == 0
+    with pytest.raises(ValueError, match="plan_scores: spans 1-2 and 2-3 overlap"):
+        fusion.plan_scores(*whole, TEXTS, [[*plans[0][1:], fusion.Choice(2, 3, "fuse", 0.0, {}, fuse)]])
+
+
 def test_channel_importance(x64):
     """mean |act(gate) · up| over real tokens, times the norm of the channel's row."""
     config, params = whole = model(tiny(blocks=(FFN, FULL, NONE)))

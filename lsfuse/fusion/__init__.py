@@ -12,6 +12,7 @@ from lsfuse.fusion.analysis import (
     cosine_distance,
     dependency,
     ffn_importance,
+    plan_scores,
     removal_scores,
     replacement_scores,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "parallel_blocks",
     "parallel_parts",
     "place",
+    "plan_scores",
     "plot_dependency",
     "prune_ffn",
     "quantize",
