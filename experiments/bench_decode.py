@@ -31,6 +31,7 @@ import numpy as np
 from absl import app, flags
 from jax import lax
 
+from experiments.roofline import make_probes
 from experiments.tables import write_table
 from lsfuse import model as models
 from lsfuse.kernels import tail_attention
@@ -187,16 +188,6 @@ def step_flops(model: models.ModelConfig, prompt: int, branches: int, steps: int
     return 2.0 * branches * (linear + model.hidden_size * model.vocab_size + attention)
 
 
-def make_probes() -> dict[str, tuple[Callable[[], object], float]]:
-    """name -> (what to time, bytes or FLOPs of it): a sum over 256 MiB, and a product of 2,048 × 2,048."""
-    long, square = jnp.ones((64, 1 << 20), jnp.float32), jnp.ones((2048, 2048), jnp.float32)
-    total, product = jax.jit(jnp.sum), jax.jit(jnp.matmul)
-    return {
-        "bandwidth": (lambda: jax.block_until_ready(total(long)), float(long.nbytes)),
-        "matmul": (lambda: jax.block_until_ready(product(square, square)), 2.0 * 2048**3),
-    }
-
-
 def warm_up(decoders: dict[str, Callable], steps: int) -> None:
     """Compiles them, and checks that they decode the same tokens (but for draws that rounding decides)."""
     (ids, _, logps), *others = (decode(steps) for decode in decoders.values())
@@ -212,7 +203,7 @@ def measure(
     """clock -> (seconds of a step by decoder, rates by probe), everything in turn, the fastest of the repeats."""
     clocks = {"cpu": time.process_time} if jax.default_backend() == "cpu" else {}
     clocks["wall"] = time.perf_counter
-    probes = make_probes()
+    probes = {name: probe for name, probe in make_probes().items() if name != "copy"}  # decoding reads
     warm_up(decoders, min(2, steps))
     for f, _ in probes.values():
         f()
@@ -247,7 +238,7 @@ def make_rows(
     rows = []
     for name, time_ in seconds.items():
         size = moved["shared" if name == "shared" else "copied"]
-        roofline = max(size / rates["bandwidth"], flops / rates["matmul"])
+        roofline = max(size / rates["read"], flops / rates["matmul"])
         rows.append(Row(clock, name, time_, roofline, roofline / time_, size, flops))
     return rows
 

@@ -83,6 +83,10 @@ def test_the_best_of_all_plans(seed):
         got = fusion.solve(choices, 6, limits)
         assert tuple(got) in fitting
         np.testing.assert_allclose(sum(c.score for c in got), min(sum(c.score for c in p) for p in fitting))
+        listed = fusion.shortlist(choices, 6, limits, 5)
+        assert listed[0] == got and len({tuple(map(id, plan)) for plan in listed}) == len(listed)
+        want = sorted(sum(c.score for c in p) for p in fitting)[:5]
+        np.testing.assert_allclose([sum(c.score for c in plan) for plan in listed], want)
 
 
 def test_what_binds_is_said():
@@ -92,6 +96,10 @@ def test_what_binds_is_said():
     kinds = {"a": {"bytes": 4, "ms": 1}, "b": {"bytes": 1, "ms": 4}}
     choices = [choice(i, name, cost) for i in range(2) for name, cost in kinds.items()]
     assert [c.name for c in fusion.solve(choices, 2, {"bytes": 5, "ms": 5})] in (["a", "b"], ["b", "a"])
+    everything = fusion.shortlist(choices, 2, {"bytes": 5}, 9)  # all but the one of 8 bytes
+    assert [[c.name for c in plan].count("a") for plan in everything].count(1) == 2 and len(everything) == 3
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+        fusion.shortlist(choices, 2, {}, 0)
     for limits, binding, message in (
         ({"bytes": 1, "ms": 9}, ("bytes",), "bytes cannot be met even alone.*limited to 1, the least possible is 2"),
         ({"bytes": 4, "ms": 4}, ("bytes", "ms"), "giving up bytes or ms would let one"),
@@ -135,6 +143,22 @@ def test_scores_of_spans(x64):
         scores, (fusion.fuse_ffn([(1, 2)]), fusion.remove_blocks([1, 2]), fusion.remove_attention([0])), strict=True
     ):
         np.testing.assert_allclose(got, fusion.evaluate(transform(*whole), TEXTS, parent=whole)["kl"], rtol=1e-9)
+
+
+def test_scores_of_whole_plans(x64):
+    """Several choices together, some of them as the blocks are: the KL of the model that the plan makes."""
+    whole = model()
+    free, fuse = fusion.remove_attention([0]), fusion.fuse_ffn([(0, 1)])
+    plans = [
+        [fusion.Choice(3, 3, "free", 0.0, {}, free), fusion.Choice(1, 2, "fuse", 0.0, {}, fuse)],
+        [fusion.Choice(0, 3, "keep", 0.0, {})],
+    ]
+    got = fusion.plan_scores(*whole, TEXTS, plans)
+    want = [fusion.evaluate(fusion.apply_plan(plan)(*whole), TEXTS, parent=whole)["kl"] for plan in plans[:1]]
+    np.testing.assert_allclose(got[:1], want, rtol=1e-9)
+    assert got[1] == 0
+    with pytest.raises(ValueError, match="plan_scores: spans 1-2 and 2-3 overlap"):
+        fusion.plan_scores(*whole, TEXTS, [[*plans[0][1:], fusion.Choice(2, 3, "fuse", 0.0, {}, fuse)]])
 
 
 def test_channel_importance(x64):

@@ -49,7 +49,7 @@ def test_scores_are_kept_too(tmp_path, monkeypatch):
     def never(*args):
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(analysis, "_kl_replaced", never)
+    monkeypatch.setattr(analysis, "_kl", never)
     got = fusion.removal_scores(*small(), TEXTS, batch_size=3, folder=tmp_path / "rows")
     np.testing.assert_array_equal(got, want)
     with pytest.raises(AssertionError, match="computed again"):

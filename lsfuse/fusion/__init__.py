@@ -12,6 +12,7 @@ from lsfuse.fusion.analysis import (
     cosine_distance,
     dependency,
     ffn_importance,
+    plan_scores,
     removal_scores,
     replacement_scores,
 )
@@ -26,6 +27,7 @@ from lsfuse.fusion.planner import (
     attention_free_runs,
     cheapest_run,
     fusion_spans,
+    shortlist,
     solve,
 )
 from lsfuse.fusion.quantize import quantize
@@ -73,6 +75,7 @@ __all__ = [
     "parallel_blocks",
     "parallel_parts",
     "place",
+    "plan_scores",
     "plot_dependency",
     "prune_ffn",
     "quantize",
@@ -85,6 +88,7 @@ __all__ = [
     "replacement_scores",
     "reverse",
     "save_dependency",
+    "shortlist",
     "solve",
     "wide_ffn",
     "windows",

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import tqdm
 
 from lsfuse.checks import check_arrays, check_same_shape
 from lsfuse.fusion.forward import embed_texts, kl_divergence, over_chunks, run_from
+from lsfuse.fusion.planner import Choice
 from lsfuse.fusion.store import Rows
 from lsfuse.fusion.surgery import cut, remove_attention, remove_ffn
 from lsfuse.fusion.texts import Texts, check_texts
@@ -192,35 +194,102 @@ def replacement_scores(
 
     Every pass restarts at the span's first block. Alike spans share a compiled program.
     """
-    check_texts("replacement_scores", texts, config, params)
-    spans = [(first, last) for first, last, _ in replacements]
-    for span in spans:
-        check_spans("replacement_scores", [span], config)
-        check_no_group_cut("replacement_scores", config, *span)
-    parts = [
-        (None, {}) if transform is None else _anonymous(*transform(*cut(config, params, first, last)))
-        for first, last, transform in replacements
-    ]
-    total, tokens = np.zeros(len(replacements)), 0
-    keep = None if folder is None else Rows(folder, config, params, texts, batch_size=batch_size)
     label = name.replace(" ", "_")
-    passes = -(-len(texts) // batch_size) * len(replacements)
+    keep = None if folder is None else Rows(folder, config, params, texts, batch_size=batch_size)
+    rows = [f"{label}-{{}}-{n}-{first}-{last}" for n, (first, last, _) in enumerate(replacements)]
+    edits = [[r] for r in replacements]
+    return _scores("replacement_scores", config, params, texts, edits, batch_size, progress, name, keep, rows)
+
+
+def plan_scores(
+    config: ModelConfig,
+    params: Params,
+    texts: Texts,
+    plans: Sequence[Sequence[Choice]],
+    batch_size: int = 1,
+    progress: bool = False,
+) -> np.ndarray:
+    """KL(model ‖ model that a plan makes of it), nats a token, float64 [len(plans)]: of whole plans, which the sums of
+    their choices' scores only estimate. Alike choices share a compiled program, and no plan needs one of its own.
+
+    Raises: ValueError as `apply_plan`.
+    """
+    edits = [[(c.first, c.last, c.transform) for c in plan if c.transform is not None] for plan in plans]
+    return _scores("plan_scores", config, params, texts, edits, batch_size, progress, "plans")
+
+
+def _scores(
+    where: str,
+    config: ModelConfig,
+    params: Params,
+    texts: Texts,
+    edits: Sequence[Sequence[Replacement]],
+    batch_size: int,
+    progress: bool,
+    name: str,
+    keep: Rows | None = None,
+    rows: Sequence[str] = (),
+) -> np.ndarray:
+    """KL of each edit, a set of replacements. rows: the name of each edit's row in `keep`, {} its batch."""
+    check_texts(where, texts, config, params)
+
+    def replaced(first: int, last: int, transform: Transform | None, params: Params = params):
+        if transform is None:
+            return None, {}
+        part, changed = transform(*cut(config, params, first, last))
+        return dataclasses.replace(part, sources=(), transforms=()), changed["runs"]  # alike parts are equal
+
+    tried: set[Any] = set()
+    for edit in edits:  # what cannot be done raises before any work
+        for first, last in check_spans(where, [(first, last) for first, last, _ in edit], config):
+            check_no_group_cut(where, config, first, last)
+        for first, last, transform in edit:
+            alike = transform, config.blocks[first : last + 1]
+            if alike not in tried:
+                tried.add(alike)
+                jax.eval_shape(lambda params, r=(first, last, transform): replaced(*r, params)[1], params)
+
+    def kl(edit: Sequence[Replacement], outputs: Array, lengths: Array) -> Array:
+        ordered = sorted(edit, key=lambda replacement: replacement[0])
+        at = ordered[0][0] if ordered else config.num_blocks
+        x = outputs[at]
+        for first, last, transform in ordered:
+            x = _stretch(config, params, x, lengths, jnp.int32(at), jnp.int32(first))
+            part, runs = replaced(first, last, transform)  # made when it is needed: all at once would fill the memory
+            if part is not None:
+                x = _stretch(part, {"runs": runs}, x, lengths, jnp.int32(0), jnp.int32(part.num_blocks))
+            at = last + 1
+        x = _stretch(config, params, x, lengths, jnp.int32(at), jnp.int32(config.num_blocks))
+        return _kl(config, params, outputs[-1], x)
+
+    total, tokens = np.zeros(len(edits)), 0
+    passes = -(-len(texts) // batch_size) * len(edits)
     with tqdm.tqdm(total=passes, desc=name, disable=None if progress else True, unit="pass") as bar:
         for b, (ids, lengths) in enumerate(texts.batches(batch_size)):
             valid = (np.arange(ids.shape[1]) < lengths[:, None]).reshape(-1)
             whole = functools.partial(_outputs, config, params, jnp.asarray(ids), jnp.asarray(lengths))
             outputs = functools.cache(whole)  # not run at all where every row is there
             tokens += int(valid.sum())
-            for n, ((first, last), (part, runs)) in enumerate(zip(spans, parts, strict=True)):
+            for n, edit in enumerate(edits):
 
-                def row(first=first, last=last, part=part, runs=runs, outputs=outputs, lengths=lengths, valid=valid):
-                    where = jnp.int32(first), jnp.int32(last + 1)
-                    kl = _kl_replaced(config, part, params, runs, outputs(), jnp.asarray(lengths), *where)
-                    return np.asarray(kl, np.float64)[valid].sum()
+                def row(edit=edit, outputs=outputs, lengths=lengths, valid=valid):
+                    return np.asarray(kl(edit, outputs(), jnp.asarray(lengths)), np.float64)[valid].sum()
 
-                total[n] += _kept(keep, f"{label}-{b}-{n}-{first}-{last}", row)
+                total[n] += _kept(keep, rows[n].format(b) if rows else "", row)
                 bar.update()
     return total / tokens
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _stretch(config: ModelConfig, params: Params, x: Array, lengths: Array, first: Array, after: Array) -> Array:
+    return run_from(params, config, x, lengths, first, after)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _kl(config: ModelConfig, params: Params, parent: Array, child: Array) -> Array:
+    """KL a token [B · T] of what two models' last blocks put out, [B, T, D] each, by one head."""
+    flat = [x.reshape(-1, x.shape[-1]) for x in (parent, child)]
+    return over_chunks((params, params), (config, config), flat, kl_divergence)
 
 
 def removal_scores(
@@ -246,22 +315,6 @@ def removal_scores(
     name = f"without {part}"
     scores[having] = replacement_scores(config, params, texts, replacements, batch_size, progress, name, folder)
     return scores
-
-
-def _anonymous(config: ModelConfig, params: Params):
-    """(config without history, so that alike parts are equal; the blocks' leaves)."""
-    return dataclasses.replace(config, sources=(), transforms=()), params["runs"]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _kl_replaced(config, part, params, runs, outputs, lengths, first, after) -> Array:
-    """KL a token [B · T]: `part` in place of blocks first … after - 1."""
-    x = _at(outputs, first)
-    if part is not None:
-        x = run_from({"runs": runs}, part, x, lengths, 0)[0]
-    x = run_from(params, config, x, lengths, after)[0]
-    flat = [y.reshape(-1, y.shape[-1]) for y in (outputs[-1], x)]
-    return over_chunks((params, params), (config, config), flat, kl_divergence)
 
 
 def ffn_importance(

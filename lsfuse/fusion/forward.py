@@ -14,11 +14,15 @@ from lsfuse.types import Array, Params
 _CHUNK = 128  # tokens whose logits exist at a time
 
 
-def run_from(params: Params, config: ModelConfig, x: Array, lengths: Array, first: Array | int) -> tuple[Array, Array]:
-    """Runs blocks `first` … on x [B, T, D], with `first` as data. Block `first` must stand beside none.
+def run_from(
+    params: Params, config: ModelConfig, x: Array, lengths: Array, first: Array | int, after: Array | int | None = None
+) -> tuple[Array, Array]:
+    """Runs blocks `first` … `after` - 1 (None: to the last) on x [B, T, D], with both as data. Neither may part blocks
+    that stand beside each other.
 
-    Returns: (x after the last block, outputs of all blocks [L, B, T, D], 0 for those not run).
+    Returns: (x after the last of them, outputs of all blocks [L, B, T, D], 0 for those not run).
     """
+    after = config.num_blocks if after is None else after
     tokens = make_tokens(config, 0, x.shape[1], lengths, x.dtype)
     outputs = jnp.zeros((config.num_blocks, *x.shape), x.dtype)
     stream, start = start_stream(config, x), 0
@@ -34,7 +38,9 @@ def run_from(params: Params, config: ModelConfig, x: Array, lengths: Array, firs
             stream, _ = through_block(config, r, layer, stream, one)
             return stream, lax.dynamic_update_index_in_dim(outputs, stream.x, start + layer, 0)
 
-        stream, outputs = lax.fori_loop(jnp.clip(first - start, 0, count), count, body, (stream, outputs))
+        stream, outputs = lax.fori_loop(
+            jnp.clip(first - start, 0, count), jnp.clip(after - start, 0, count), body, (stream, outputs)
+        )
         start += count
     return stream.x, outputs
 

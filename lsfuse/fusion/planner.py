@@ -100,18 +100,10 @@ def solve(choices: Sequence[Choice], num_blocks: int, limits: Mapping[str, float
         ValueError: a block without choice, scores that are not finite, a limit that no choice has a cost for.
         Infeasible: says which limits bind.
     """
-    for choice in choices:
-        if not (0 <= choice.first <= choice.last < num_blocks) or not np.isfinite(choice.score):
-            span = f"{choice.first}-{choice.last}, score {choice.score}"
-            raise ValueError(f"choice {choice.name!r} ({span}) is not valid in a model of {num_blocks} blocks")
-        if missing := [name for name in limits if name not in choice.costs]:
-            raise ValueError(f"choice {choice.name!r} says nothing of {missing[0]!r}, which is limited")
-    covered = {i for c in choices for i in range(c.first, c.last + 1)}
-    if lacking := sorted(set(range(num_blocks)) - covered):
-        raise ValueError(f"block {lacking[0]} has no choice at all")
+    _check_choices(choices, num_blocks, limits)
     found = _milp(choices, num_blocks, limits)
     if found is not None:
-        return sorted((choices[i] for i in found), key=lambda c: c.first)
+        return _in_order(choices, found)
     binding = tuple(n for n in limits if _milp(choices, num_blocks, {k: v for k, v in limits.items() if k != n}))
     least = {name: _least(choices, num_blocks, name) for name in limits}
     alone = [n for n in limits if least[n] > limits[n]]
@@ -126,8 +118,51 @@ def solve(choices: Sequence[Choice], num_blocks: int, limits: Mapping[str, float
     raise Infeasible(f"no plan keeps to the limits: {which} ({said})", tuple(alone) or binding or tuple(limits))
 
 
-def _milp(choices: Sequence[Choice], num_blocks: int, limits: Mapping[str, float], score=None) -> list[int] | None:
-    """Indices of the chosen; None if there are none."""
+def shortlist(
+    choices: Sequence[Choice], num_blocks: int, limits: Mapping[str, float], count: int
+) -> list[list[Choice]]:
+    """The `count` plans of least total score, least first; fewer if there are no more. Scores of choices do not quite
+    add up, so the plan to take is the one of these that is best when scored as a whole.
+
+    Raises: as `solve`; ValueError for a count below 1.
+    """
+    if count < 1:
+        raise ValueError(f"shortlist: count must be at least 1, got {count}")
+    plans = [solve(choices, num_blocks, limits)]
+    places = {id(choice): i for i, choice in enumerate(choices)}
+    while len(plans) < count:
+        known = [[places[id(choice)] for choice in plan] for plan in plans]
+        found = _milp(choices, num_blocks, limits, known=known)
+        if found is None:
+            break
+        plans.append(_in_order(choices, found))
+    return plans
+
+
+def _check_choices(choices: Sequence[Choice], num_blocks: int, limits: Mapping[str, float]) -> None:
+    for choice in choices:
+        if not (0 <= choice.first <= choice.last < num_blocks) or not np.isfinite(choice.score):
+            span = f"{choice.first}-{choice.last}, score {choice.score}"
+            raise ValueError(f"choice {choice.name!r} ({span}) is not valid in a model of {num_blocks} blocks")
+        if missing := [name for name in limits if name not in choice.costs]:
+            raise ValueError(f"choice {choice.name!r} says nothing of {missing[0]!r}, which is limited")
+    covered = {i for c in choices for i in range(c.first, c.last + 1)}
+    if lacking := sorted(set(range(num_blocks)) - covered):
+        raise ValueError(f"block {lacking[0]} has no choice at all")
+
+
+def _in_order(choices: Sequence[Choice], found: Sequence[int]) -> list[Choice]:
+    return sorted((choices[i] for i in found), key=lambda c: c.first)
+
+
+def _milp(
+    choices: Sequence[Choice],
+    num_blocks: int,
+    limits: Mapping[str, float],
+    score: Sequence[float] | None = None,
+    known: Sequence[Sequence[int]] = (),
+) -> list[int] | None:
+    """Indices of the chosen; None if there are none. known: plans, as indices, that are not to be found again."""
     rows = [i for c in choices for i in range(c.first, c.last + 1)]
     columns = [n for n, c in enumerate(choices) for _ in range(c.first, c.last + 1)]
     cover = sparse.csr_array((np.ones(len(rows)), (rows, columns)), shape=(num_blocks, len(choices)))
@@ -137,6 +172,10 @@ def _milp(choices: Sequence[Choice], num_blocks: int, limits: Mapping[str, float
         unit = (abs(limit) or 1.0) / 1e6
         costs = np.array([c.costs[name] for c in choices]) / unit
         constraints.append(optimize.LinearConstraint(costs[None], -np.inf, limit / unit))
+    for plan in known:  # a plan covers every block once, so one that keeps all of these choices is the same plan
+        row = np.zeros(len(choices))
+        row[list(plan)] = 1
+        constraints.append(optimize.LinearConstraint(row[None], -np.inf, len(plan) - 1))
     objective = np.array([c.score for c in choices] if score is None else score, float)
     objective = objective * (1e4 / (np.abs(objective).max() or 1.0))
     result = optimize.milp(

@@ -92,12 +92,12 @@ def plot_dependency(
         side = last - first + 1
         axes.add_patch(Rectangle((first - 0.5, first - 0.5), side, side, fill=False, edgecolor="black", linewidth=1.5))
     free = [i for i, block in enumerate(config.blocks) if not block.has_attention]
-    axes.plot([-1.2] * len(free), free, "k.", markersize=4, clip_on=False, label="no attention")
+    axes.plot([-1.2] * len(free), free, "k.", markersize=4, clip_on=False)
     step = max(1, count // 20)
-    axes.set(xlabel="block j", ylabel="block i, left out", xticks=range(0, count, step), yticks=range(0, count, step))
-    axes.set(xlim=(-1.8, count - 0.5), title=title or None)
-    if free:
-        axes.legend(loc="lower left", fontsize="small")
+    # Said at the axis: a legend would lie on the dots or on the spans' boxes.
+    marked = " (dot: no attention)" if free else ""
+    axes.set(xticks=range(0, count, step), yticks=range(0, count, step), xlim=(-1.8, count - 0.5))
+    axes.set(xlabel="block j", ylabel=f"block i, left out{marked}", title=title or None)
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()

@@ -221,7 +221,7 @@ def prune_ffn(
 def cut(config: ModelConfig, params: Params, first: int, last: int) -> tuple[ModelConfig, Params]:
     """Blocks first … last, inclusive, as a model of their own, with the embedding and head of the whole."""
     one = dataclasses.replace(config, blocks=config.blocks[first : last + 1], sources=(), transforms=())
-    return one, {**params, "runs": stack_blocks(one, unstack_blocks(config, params)[first : last + 1])}
+    return one, {**params, "runs": stack_blocks(one, unstack_blocks(config, params, range(first, last + 1)))}
 
 
 def replace_spans(replacements: Iterable[tuple[int, int, Transform | None]]) -> Transform:

@@ -88,13 +88,14 @@ def count_params(config: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in traverse_util.flatten_dict(param_shapes(config)).values())
 
 
-def unstack_blocks(config: ModelConfig, params: Params) -> list[dict[str, Array]]:
-    """One dict of leaves per block, in order. Raises ValueError where parameters do not fit `config`."""
+def unstack_blocks(config: ModelConfig, params: Params, blocks: range | None = None) -> list[dict[str, Array]]:
+    """One dict of leaves per block (of `blocks`, all by default), in order. Raises ValueError where parameters do not
+    fit `config`."""
     check_params(config, params)
+    places = [(str(r), i) for r, (_, n) in enumerate(config.runs) for i in range(n)]
     return [
-        {name: jax.tree.map(lambda x, i=i: x[i], leaf) for name, leaf in params["runs"][str(r)].items()}
-        for r, (_, n) in enumerate(config.runs)
-        for i in range(n)
+        {name: jax.tree.map(lambda x, i=i: x[i], leaf) for name, leaf in params["runs"][run].items()}
+        for run, i in (places if blocks is None else places[blocks.start : blocks.stop])
     ]
 
 

@@ -1,0 +1,40 @@
+"""The paper's four stages of recovery in miniature, on SmolLM2-135M with the FFNs of 6-8 fused: the same loss at longer
+and longer contexts, and after each whether the model uses far context.
+
+    python -m experiments.launch --config=configs/distil_smollm2_stages.py --workdir=runs/stages
+
+FFN Fusion (arXiv 2503.18908) distils over 54B tokens at 8K, then 5B at 16K, 5B at 32K and 0.8B at 128K; here a 64th of
+each context and a few steps of it, after a block-wise start.
+"""
+
+from ml_collections import ConfigDict
+
+from lsfuse.train import DISTIL_SCHEMA, default_config
+
+CI = (
+    "--config.model.path=../SmolLM2-135M-Instruct",
+    "--config.data.path=../shared/data/wikitext2/valid.txt",
+    "--dry_run",
+)
+
+
+def get_config() -> ConfigDict:
+    config = default_config(DISTIL_SCHEMA)
+    config.model.path = "../SmolLM2-135M-Instruct"
+    config.surgery.remove_attention = tuple(range(6, 10))
+    config.surgery.fuse_ffn = ((6, 8),)
+    config.data.path = "../shared/data/wikitext2/valid.txt"
+    config.data.held_out = (2_000, 30_000)
+    config.stages = (
+        {"loss": "blockwise", "context": 128, "batch": 2, "steps": 60, "learning_rate": 2e-3},
+        {"loss": "distil", "context": 128, "batch": 2, "steps": 12, "learning_rate": 1e-4},
+        {"loss": "distil", "context": 256, "batch": 1, "steps": 3, "learning_rate": 5e-5},
+        {"loss": "distil", "context": 512, "batch": 1, "steps": 2, "learning_rate": 5e-5},
+        {"loss": "distil", "context": 2048, "batch": 1, "steps": 1, "learning_rate": 2e-5},
+    )
+    config.optimizer.schedule = "cosine"
+    config.eval.window = 512
+    config.eval.count = 2
+    config.probe.context = 2048
+    config.probe.count = 1
+    return config
