@@ -4,7 +4,10 @@ and longer contexts, and after each whether the model uses far context.
     python -m experiments.launch --config=configs/distil_smollm2_stages.py --workdir=runs/stages
 
 FFN Fusion (arXiv 2503.18908) distils over 54B tokens at 8K, then 5B at 16K, 5B at 32K and 0.8B at 128K; here a 64th of
-each context and a few steps of it, after a block-wise start.
+each context and a few steps of it, after a block-wise start. Needs the checkpoint in a folder and WikiText-2's
+validation text. KL to the parent on the held-out 1,024 tokens, float32, JAX 0.10.2: 0.318 before, 0.172 after the
+block-wise stage, 0.173 after 128 tokens, 0.162 after 256 (perplexity 23.78, 20.32, 20.04, 20.52), in about 6 CPU
+minutes on a crowded core. The last two stages were not measured.
 """
 
 from ml_collections import ConfigDict

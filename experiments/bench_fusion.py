@@ -140,7 +140,7 @@ def make_decode(model: Model, context: int, batch: int, most: int) -> Callable[[
     them."""
     config, params = model
     prompts = jax.ShapeDtypeStruct((batch, context), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
-    shapes = jax.eval_shape(lambda p, *x: decoding.prefill(p, config, *x, context), params, *prompts)
+    shapes = jax.eval_shape(lambda p, ids, n: decoding.prefill(p, config, ids, n, context), params, *prompts)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     prefilled = zeros.replace(lengths=jnp.full(batch, context - 1), exists=jnp.ones(batch, bool))
     caches = decoding.shared_caches(config, batch, 1, most, params["embed_tokens"].dtype)
@@ -201,12 +201,15 @@ def measure(
         call()
         return clock() - start
 
+    def a_step(decode: Callable[[int], object]) -> float:
+        return (timed(functools.partial(decode, steps)) - timed(functools.partial(decode, 0))) / steps
+
     calls: dict[str, Callable[[], float]] = {}
     for name, model in subjects.items():
         if phase == "decode":
             decode = make_decode(model, context, batch, steps)
             decode(1)
-            calls[name] = lambda f=decode: (timed(lambda: f(steps)) - timed(lambda: f(0))) / steps
+            calls[name] = functools.partial(a_step, decode)
         else:
             prefill = make_prefill(model, context, batch)
             prefill()

@@ -49,8 +49,14 @@ SETS = {"fused": FUSED, "any": ANY}
 PLANNER, GREEDY = "planner", "one after the other"
 # Rules that need no search over scored spans: the paper's, at the best place or where attention matters least, and
 # blocks left out.
-PAPERS = ("one place: rule", "one place: rule+", "least attentions, rule", "least attentions, rule+")
-PAPERS += ("one place: remove", "blocks of least score")
+PAPERS = (
+    "one place: rule",
+    "one place: rule+",
+    "least attentions, rule",
+    "least attentions, rule+",
+    "one place: remove",
+    "blocks of least score",
+)
 # Blocks that a kind saves at one place at most: several removals are several choices, and more than three blocks beside
 # each other are far from what they were.
 MOST = {"remove": 1, "fuse": 4, "rule": 4, "rule+": 4, "parallel": 2}
@@ -160,7 +166,7 @@ def _runs(free: set[int], keep_first: bool) -> Iterator[tuple[int, int]]:
 
 
 def _as_choices(spans: Sequence[tuple[int, int]], saved: int, kind: str) -> list[Choice]:
-    plan = []
+    plan: list[Choice] = []
     for a, b in sorted(spans, key=lambda s: s[0] - s[1]):
         n = min(b - a + 1, blocks_for(kind, saved - saved_by(plan)))
         if n > 2:

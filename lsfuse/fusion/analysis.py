@@ -233,7 +233,7 @@ def _scores(
     """KL of each edit, a set of replacements. rows: the name of each edit's row in `keep`, {} its batch."""
     check_texts(where, texts, config, params)
 
-    def replaced(first: int, last: int, transform: Transform | None, params: Params = params):
+    def replaced(params: Params, first: int, last: int, transform: Transform | None):
         if transform is None:
             return None, {}
         part, changed = transform(*cut(config, params, first, last))
@@ -247,7 +247,7 @@ def _scores(
             alike = transform, config.blocks[first : last + 1]
             if alike not in tried:
                 tried.add(alike)
-                jax.eval_shape(lambda params, r=(first, last, transform): replaced(*r, params)[1], params)
+                jax.eval_shape(lambda params, r=(first, last, transform): replaced(params, *r)[1], params)
 
     def kl(edit: Sequence[Replacement], outputs: Array, lengths: Array) -> Array:
         ordered = sorted(edit, key=lambda replacement: replacement[0])
@@ -255,7 +255,9 @@ def _scores(
         x = outputs[at]
         for first, last, transform in ordered:
             x = _stretch(config, params, x, lengths, jnp.int32(at), jnp.int32(first))
-            part, runs = replaced(first, last, transform)  # made when it is needed: all at once would fill the memory
+            part, runs = replaced(
+                params, first, last, transform
+            )  # made when it is needed: all at once would fill the memory
             if part is not None:
                 x = _stretch(part, {"runs": runs}, x, lengths, jnp.int32(0), jnp.int32(part.num_blocks))
             at = last + 1
