@@ -43,7 +43,7 @@ def get_config() -> ConfigDict:
     config.data.path = "../shared/data/wikitext2/valid.txt"
     config.data.held_out = (2_000, 30_000)
     # Two windows of 512 tokens drawn from the rest of the text. By the rule they give the attentions of blocks 6-9, and
-    # FFNs 6-8: block 5, which would keep its attention, depends too much on 6.
+    # FFNs 6-8.
     config.analysis.window = 512
     config.analysis.count = 2
     config.plan.num_attentions = 4

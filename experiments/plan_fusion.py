@@ -7,17 +7,16 @@ Every way of saving up to --saved blocks at one place is scored by KL(parent ‖
     remove      the block is left out
     fuse        n blocks: the first keeps its attention, the others lose theirs, and their FFNs become one
     rule        the paper's: n blocks lose their attention, and all their FFNs but the last become one
-    rule+       the same where the first keeps its attention, as `fusion.fusion_spans` chooses spans
+    rule+       the same where the first member keeps its attention, which `fusion.fuse_ffn` allows
     parallel    n whole blocks beside each other, attentions kept
 
 The rules save n blocks at one place (each kind, at the best place), or one place after the other (the cheapest a block
 saved, until n are; also of removals alone), or remove the attentions of least score one by one until the rule's spans
-save n. The planner
-takes the best of all combinations, `fusion.solve`; of the --shortlist combinations of least summed score it keeps the
-one that is best when scored as a whole, on the scored windows and --rescored more: on 256 tokens alone the order of
-near plans is chance. Every kind of rule is shown at the place that is best on the *held-out* text
-among its three best on the scored one: an advantage that only the rules get. "fused" plans run on one device;
-"any" adds parallel blocks, which save depth on several.
+save n. The planner takes the best of all combinations, `fusion.solve`; of the --shortlist combinations of least summed
+score it keeps the one that is best when scored as a whole, on the scored windows and --rescored more: on 256 tokens
+alone the order of near plans is chance. Every kind of rule is shown at the place that is best on the *held-out* text
+among its three best on the scored one: an advantage that only the rules get. "fused" plans run on one device; "any"
+adds parallel blocks, which save depth on several.
 
 Scores are kept in --out as they are found; a run that was interrupted goes on from them.
 Writes table.txt, rows.csv, rows.json and plans.png into --out.
