@@ -19,6 +19,8 @@ CI = (
     "--config.warm_start.optimizer.warmup_steps=1",
     "--config.distil.optimizer.warmup_steps=1",
     "--config.plan.threshold=2",
+    # Every row of the table is another model to compile.
+    "--config.stages=('warm_start','analyse','plan','fuse','distil','export')",
 )
 
 
