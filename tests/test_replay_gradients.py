@@ -69,7 +69,11 @@ def test_one_pass_objectives(x64, name, options):
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        (helpers.MIXED, {"prefix_activations": "recompute", "remat_policy": "nothing_saveable"}),
+        pytest.param(
+            helpers.MIXED,
+            {"prefix_activations": "recompute", "remat_policy": "nothing_saveable"},
+            marks=pytest.mark.slow,  # in the fast tier, gemma2 and gemma3 have unlike blocks
+        ),
         pytest.param(helpers.MIXED, {"prefix_grad": 4, "branch_batch": 1}, marks=pytest.mark.slow),
         pytest.param(helpers.HOLLOW, {"prefix_activations": "keep"}, marks=pytest.mark.slow),
     ],
