@@ -257,7 +257,7 @@ def table(rows: list[Row], rates: dict[str, float]) -> tuple[str, dict[str, floa
     possible = baseline.roofline_seconds / shared.roofline_seconds
     result = {"speed_up": measured, "roofline_speed_up": possible, "reached": measured / possible}
     lines.append(
-        f"{rates['bandwidth'] / 1e9:.1f} GB/s, {rates['matmul'] / 1e9:.1f} GFLOP/s; shared over {baseline.decoder}:"
+        f"{rates['read'] / 1e9:.1f} GB/s, {rates['matmul'] / 1e9:.1f} GFLOP/s; shared over {baseline.decoder}:"
         f" {measured:.2f} times faster, roofline {possible:.2f}, reached {measured / possible:.2f} (0.70 required)"
     )
     return "\n".join(lines), result

@@ -87,6 +87,9 @@ def save(out: pathlib.Path, rows: list[measure.Measured], text: str, setting: di
 
 def main(argv: list[str]) -> None:
     del argv
+    for mode in _MODES.value:
+        if mode not in ("dense", "exact", "stop"):
+            raise app.UsageError(f"--modes: {mode!r} is none of dense, exact, stop; --n times an int")
     heads = _D.value // 64
     model = models.ModelConfig(
         vocab_size=_VOCAB.value,

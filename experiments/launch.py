@@ -36,11 +36,14 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 def parse(argv: list[str]) -> None:
     """Sets the flags. Every mistake in them, fields of the config included, is a ValueError of one line."""
+    for file in (a.removeprefix("--config=").partition(":")[0] for a in argv if a.startswith("--config=")):
+        if not pathlib.Path(file).is_file():
+            raise ValueError(f"--config: there is no file {file}")
     named = (a.removeprefix("--config.").split("=")[0] for a in argv if a.startswith("--config."))
     train.check_fields(named, _schema(argv))
     try:
         rest = flags.FLAGS(argv)[1:]
-    except (flags.Error, AttributeError, KeyError, TypeError, OSError) as error:
+    except (flags.Error, AttributeError, KeyError, TypeError, OSError, SyntaxError) as error:
         raise ValueError(" ".join(str(error).split())) from error
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}: flags start with --")

@@ -16,7 +16,7 @@ from hf_raw import QWEN2, RAW
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from lsfuse.io import hf_load, load_hf, resolve_hf, save_hf
+from lsfuse.io import check_hf, hf_load, load_hf, resolve_hf, save_hf
 from lsfuse.io.hf_config import config_from_hf
 from lsfuse.model import ModelConfig, RopeScaling, abstract_params, check_params, uniform_blocks
 
@@ -238,6 +238,8 @@ def test_truncated_and_damaged_files(tmp_path, no_reads):
     for keep in (len(data) - 1, 8 + size, 8 + size // 2, 20, 8, 3, 0):
         file.write_bytes(data[:keep])
         refused(tmp_path / "m", file, "truncated", f"{keep} bytes")
+        with pytest.raises(ValueError, match="truncated"):
+            check_hf(tmp_path / "m")
     file.write_bytes(data[:-1])
     refused(tmp_path / "m", f"it has {len(data) - 1} bytes, its header describes {len(data)}")
     file.write_bytes(data + b"x")

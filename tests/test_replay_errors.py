@@ -4,7 +4,7 @@ import helpers
 import numpy as np
 import pytest
 
-from lsfuse import replay
+from lsfuse import replay, rl
 from lsfuse.replay.objective import Objective
 
 TINY = helpers.TINY
@@ -19,6 +19,7 @@ TINY = helpers.TINY
         ({"prefix_grad": 2.0}, r"got 2\.0"),
         ({"prefix_grad": "full"}, r"got 'full'"),
         ({"chunk_size": 0}, r"chunk_size.*got 0"),
+        ({"chunk_size": 16.0}, r"chunk_size must be an int.*got 16\.0"),
         ({"branch_batch": 0}, r"branch_batch.*got 0"),
         ({"prefix_activations": "maybe"}, r"auto, recompute, keep.*'maybe'"),
         ({"temperature": 0.0}, r"temperature.*got 0\.0"),
@@ -128,3 +129,24 @@ def test_rows_beyond_the_context():
 def test_misshapen_batches(changes, message):
     with pytest.raises(ValueError, match=message):
         replay.check_batch(good_batch().replace(**changes), TINY)
+
+
+def test_a_factory_is_no_objective():
+    with pytest.raises(TypeError, match=r"grpo makes an objective and is none: pass grpo\(\)"):
+        replay.value_and_grad(rl.grpo, TINY)
+
+
+@pytest.mark.parametrize(("name", "axis"), [("B", 0), ("G", 1), ("R", 2)])
+def test_a_batch_has_room_for_something(name, axis):
+    batch = helpers.make_batch(TINY)
+
+    def shrunk(x):
+        return x[(slice(None),) * axis + (slice(0),)] if x.ndim > axis else x
+
+    fields = ["completion_ids", "completion_mask", "completion_lengths", "advantages"]
+    fields += ["old_per_token_logps", "ref_per_token_logps", "rewards"]
+    fields += ["prompt_ids", "prompt_lengths", "group_sizes"] if name == "B" else []
+    given = {field: getattr(batch, field) for field in fields}
+    batch = batch.replace(**{field: shrunk(x) for field, x in given.items() if axis < 2 or x.ndim == 3})
+    with pytest.raises(ValueError, match=f"batch has no room: {name} is 0"):
+        replay.value_and_grad(helpers.PLAIN_GRPO, TINY)(helpers.random_params(TINY), batch)

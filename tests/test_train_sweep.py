@@ -38,6 +38,8 @@ def test_bad_sweeps(given, message):
 
 
 def test_a_bad_value_raises_before_the_first_run():
+    with pytest.raises(ValueError, match="config.rl.steps: 'a' does not fit there"):
+        next(train.sweep(train.default_config(), train.parse_sweep(["rl.steps=1,a"])))
     fields = train.parse_sweep(["rl.steps=1,-1"])
     with pytest.raises(ValueError, match="rl.steps must be at least 0"):
         next(train.sweep(train.default_config(), fields))

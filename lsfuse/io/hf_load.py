@@ -54,14 +54,27 @@ def load_hf(
         ImportError: a hub id without huggingface_hub.
     """
     folder = resolve_hf(path_or_hub_id, revision)
-    config = read_config(folder)
-    tensors = read_headers(folder)
-    specs = tensor_specs(config)
-    _check_tensors(folder, config, specs, tensors)
+    config, specs, tensors = _read_shapes(folder)
     dtypes = _leaf_dtypes(specs, tensors, dtype)
     if config.tie_word_embeddings and HEAD in tensors:
         _check_tied(tensors[EMBED], tensors[HEAD])
     return config, _read_params(config, specs, tensors, dtypes)
+
+
+def check_hf(path_or_hub_id: str | os.PathLike) -> ModelConfig:
+    """The configuration of a checkpoint whose files are whole and hold the tensors it asks for; none is read.
+
+    Raises: as `load_hf`.
+    """
+    return _read_shapes(resolve_hf(path_or_hub_id))[0]
+
+
+def _read_shapes(folder: Path) -> tuple[ModelConfig, list[TensorSpec], dict[str, TensorInfo]]:
+    config = read_config(folder)
+    tensors = read_headers(folder)
+    specs = tensor_specs(config)
+    _check_tensors(folder, config, specs, tensors)
+    return config, specs, tensors
 
 
 def resolve_hf(path_or_hub_id: str | os.PathLike, revision: str | None = None) -> Path:

@@ -195,7 +195,8 @@ def _places(flat: Mapping[tuple, Any], config: ModelConfig, rename: Rename | Non
             given[name] = place.path
     missing = [name for name in _expected(config) if name not in given]
     if missing or unknown:
-        parts = [f"no leaf gives {_listed(missing)}"] * bool(missing)
+        tied = " (is the head tied? then the config needs tie_word_embeddings=True)" if "lm_head" in missing else ""
+        parts = [f"no leaf gives {_listed(missing)}{tied}"] * bool(missing)
         parts += [f"no rule knows {_listed(unknown)}"] * bool(unknown)
         raise ValueError(
             f"the nnx model does not fit the config: {'; '.join(parts)}. Say what leaves are with rename={{regular"

@@ -84,6 +84,9 @@ def check_shapes(batch: Batch, where: str = "batch") -> None:
         if getattr(b, name) is None:
             raise ValueError(f"{where}: {name} is None; every batch has it")
     check_arrays(where, given)
+    sizes = dict(zip("BGRP", (*b.completion_ids.shape, b.prompt_ids.shape[1]), strict=True))
+    if empty := [letter for letter, size in sizes.items() if not size]:
+        raise ValueError(f"{where} has no room: {empty[0]} is 0; groups B, branches G, responses R, prompts P")
 
 
 def _range(name: str, values, low: int, high: int, what: str) -> None:

@@ -32,10 +32,12 @@ class Options:
         n = self.prefix_grad
         if isinstance(n, bool) or not (n in ("exact", "stop") or (isinstance(n, int) and n >= 1)):
             raise ValueError(f'prefix_grad must be "exact", "stop" or an int of at least 1, got {n!r}')
-        if self.chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1 token, got {self.chunk_size}")
-        if self.branch_batch is not None and self.branch_batch < 1:
-            raise ValueError(f"branch_batch must be at least 1 branch (or None to choose), got {self.branch_batch}")
+        if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
+            raise ValueError(f"chunk_size must be an int, at least 1 token, got {self.chunk_size!r}")
+        if self.branch_batch is not None and (not isinstance(self.branch_batch, int) or self.branch_batch < 1):
+            raise ValueError(
+                f"branch_batch must be an int, at least 1 branch, or None to choose; got {self.branch_batch!r}"
+            )
         if self.prefix_activations not in PREFIX_ACTIVATIONS:
             raise ValueError(
                 f"prefix_activations must be one of {', '.join(PREFIX_ACTIVATIONS)}, got {self.prefix_activations!r}"

@@ -79,4 +79,7 @@ def as_objective(objective: "Objective | ObjectiveFn") -> Objective:
         return objective
     if not callable(objective):
         raise TypeError(f"objective must be an Objective or a callable, got {type(objective).__name__}")
-    return Objective(objective, name=getattr(objective, "__name__", ""))
+    name = getattr(objective, "__name__", "")
+    if getattr(objective, "__annotations__", {}).get("return") in (Objective, "Objective"):
+        raise TypeError(f"{name} makes an objective and is none: pass {name}()")
+    return Objective(objective, name=name)

@@ -98,7 +98,7 @@ def make_model(config: ConfigDict, tokenizer: Any) -> tuple[ModelConfig, Callabl
     dtype, path = jnp.dtype(config.dtype), config.model.path
     if path is not None:
         with _naming_path(path):
-            model = io.read_config(io.resolve_hf(path))
+            model = io.check_hf(path)
             if tokenizer is not None:
                 io.check_vocab(tokenizer, model)
         return model, lambda: io.load_hf(path, dtype=dtype)[1]

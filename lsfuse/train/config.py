@@ -39,7 +39,10 @@ def set_field(config: ConfigDict, name: str, value: Any) -> None:
     *parents, last = name.split(".")
     for parent in parents:
         config = config[parent]
-    config[last] = value
+    try:
+        config[last] = value
+    except TypeError:
+        raise ValueError(f"config.{name}: {value!r} does not fit there; it is {config[last]!r} now") from None
 
 
 def schema_of(config: Mapping[str, Any] | ConfigDict) -> Mapping[str, Any]:

@@ -114,7 +114,7 @@ def set_up_distillation(
         if config.model.path is None:
             raise ValueError("a parent that is passed needs a tokenizer passed with it")
         tokenizer = io.Tokenizer.load(config.model.path)
-    parent_config = parent[0] if parent else io.read_config(io.resolve_hf(config.model.path))
+    parent_config = parent[0] if parent else io.check_hf(config.model.path)
     io.check_vocab(tokenizer, parent_config)
     model, load = _models(config, parent_config, parent, child)
     spans = tuple(s for s in match_blocks(model, parent_config) if s.replaced)
@@ -144,7 +144,7 @@ def _models(config: ConfigDict, parent_config: ModelConfig, parent: Model | None
     if child is not None:
         model = child[0]
     elif path is not None:
-        model = io.read_config(io.resolve_hf(path))
+        model = io.check_hf(path)
     else:
         model, _ = on_shapes(transform, parent_config, abstract_params(parent_config, dtype))
 

@@ -157,6 +157,8 @@ def run(
     setup = set_up(config, workdir, **given, resume=resume)
     with files.full_disk(workdir), files.locked(workdir):
         files.check_workdir(workdir, setup.saved, resume)  # nobody came in between
+        if resume and files.saved_config(workdir) is None:
+            Progress(progress).line(f"there is no run in {workdir} to resume: this starts one")
         write_run_files(workdir, setup.saved)
         with contextlib.ExitStack() as stack:
             metrics = stack.enter_context(files.JsonLines(workdir / "metrics.jsonl"))
@@ -331,6 +333,7 @@ class _Run:
             summary["parameter_change"] = parameter_change(self.start_params(), state.params)
         write_report(self.workdir, records, summary)
         self.progress.line(format_summary(summary))
+        self.progress.line(f"plots.png, summary.txt, metrics.jsonl, samples.jsonl and model/ are in {self.workdir}")
         return Result(state.params, self.model, self.setup.saved, summary, self.workdir)
 
     def _compare(self, state: State) -> dict[str, list[float]]:
