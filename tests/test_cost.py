@@ -154,3 +154,8 @@ def test_positions_and_units():
     assert units["exact", "recompute"] == pytest.approx(4 * 1024 + 3 * tails, rel=0.03)
     assert units["stop", "keep"] == pytest.approx(1024 + 3 * tails, rel=0.03)
     assert units["dense", "keep"] == pytest.approx(3 * 8 * 1089, rel=0.01)
+
+
+def test_own_tiles_are_even():
+    assert [tiles.own_tile(n) for n in (1, 200, 256, 257, 512, 516, 2176)] == [1, 200, 256, 136, 256, 176, 248]
+    assert cost_model._own(516, 516) == 6 * 176**2

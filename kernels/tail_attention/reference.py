@@ -18,7 +18,7 @@ from lsfuse.types import Array
 
 TILE = 512  # keys of a prefix tile
 ROWS = 2048  # rows (queries × heads of a kv head) of a prefix tile
-OWN_TILE = 256  # queries and keys of a tile of the own, causal part
+OWN_TILE = 256  # queries and keys of a tile of the own, causal part, at most
 
 
 def _transposed(x: Array) -> Array:
@@ -191,6 +191,13 @@ def _add_tile(buffer: Array, tile: Array, layer, at) -> Array:
 # --- the own part: causal with an offset, each branch against itself ------------------------------------------------
 
 
+def own_tile(length: int) -> int:
+    """Positions of a tile: `length` shared out evenly, in eights, so that a few positions more do not cost a whole tile
+    of OWN_TILE."""
+    count = -(-length // OWN_TILE)
+    return length if count == 1 else min(OWN_TILE, 8 * -(-length // (8 * count)))
+
+
 def _own_layout(x: Array, tile: int) -> Array:
     """[K, B, T, g, ...] → [tiles, K, B, rows, ...], rows being (query of the tile, head of the kv head)."""
     kv_heads, b, t, g = x.shape[:4]
@@ -233,7 +240,7 @@ def _own_tile(k, v, i, j, q_tile, k_tile, group, lengths, offset, window):
 def own_forward(q: Array, k: Array, v: Array, lengths: Array, offset, window=None, softcap=None) -> tuple[Array, Array]:
     """Scaled queries [K, B, T, g, H] over each branch's own keys [K, B, S, H]: query t sees keys j ≤ t + offset, and of
     them the last `window`."""
-    group, q_tile, k_tile = q.shape[3], min(q.shape[2], OWN_TILE), min(k.shape[2], OWN_TILE)
+    group, q_tile, k_tile = q.shape[3], own_tile(q.shape[2]), own_tile(k.shape[2])
 
     def query_tile(i, qt):
         def step(j, carry):
@@ -252,7 +259,7 @@ def own_forward(q: Array, k: Array, v: Array, lengths: Array, offset, window=Non
 
 def own_backward(q, k, v, lengths, offset, do, lse, delta, window=None, softcap=None) -> tuple[Array, Array, Array]:
     """Cotangents (dq of the scaled queries, dk, dv) of `own_forward`."""
-    group, q_tile, k_tile = q.shape[3], min(q.shape[2], OWN_TILE), min(k.shape[2], OWN_TILE)
+    group, q_tile, k_tile = q.shape[3], own_tile(q.shape[2]), own_tile(k.shape[2])
     acc = _accumulator(q)
 
     def query_tile(carry, xs):

@@ -116,7 +116,7 @@ def _visible(model: ModelConfig, block: BlockConfig, count: int, rows: int, pref
 
 def _own(rows: int, length: int, window: int | None = None) -> int:
     """(query, key) pairs of the causal tiles of one row of `rows` positions, `length` of them valid."""
-    tile = min(rows, tiles.OWN_TILE)
+    tile = tiles.own_tile(rows)
     if rows == tile:
         return rows * rows
     count = 0
