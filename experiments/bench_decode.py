@@ -31,10 +31,11 @@ import numpy as np
 from absl import app, flags
 from jax import lax
 
-from experiments.roofline import make_probes
+from experiments import roofline
 from experiments.tables import write_table
 from lsfuse import model as models
 from lsfuse.kernels import tail_attention
+from lsfuse.replay import state_bytes_per_token
 from lsfuse.rl import decode as decoding
 from lsfuse.rl.sampler import branch_keys
 from lsfuse.types import Array, Params
@@ -171,21 +172,15 @@ def step_bytes(
 ) -> float:
     """Bytes that a step must read, on average over `steps`: all parameters but the embedding (of which G rows) unless
     it is the head too; the prefix, once or once per branch; each branch's own keys and values so far."""
-    table = params["embed_tokens"]
-    weights = sum(x.nbytes for x in jax.tree.leaves(params))
-    if "lm_head" in params:
-        weights -= table.nbytes
     positions = (prompt - 1) * (branches if copied else 1) + branches * (steps + 1) / 2
-    per_position = sum(2 * b.num_kv_heads * model.head_dim for b in model.blocks if b.has_attention)
-    return weights + positions * per_position * table.dtype.itemsize
+    return roofline.weight_bytes(params) + positions * state_bytes_per_token(model, params["embed_tokens"].dtype)
 
 
 def step_flops(model: models.ModelConfig, prompt: int, branches: int, steps: int) -> float:
     """FLOPs of a step, on average over `steps`; the same with shared and with copied caches."""
-    linear = sum(np.prod(s) for b in model.blocks for s in models.block_param_shapes(model, b).values() if len(s) == 2)
     visible = prompt - 1 + (steps + 1) / 2
-    attention = 2 * model.num_heads * model.head_dim * visible * sum(b.has_attention for b in model.blocks)
-    return 2.0 * branches * (linear + model.hidden_size * model.vocab_size + attention)
+    linear, attention = roofline.linear_flops(model), visible * roofline.pair_flops(model)
+    return branches * (linear + roofline.head_flops(model) + attention)
 
 
 def warm_up(decoders: dict[str, Callable], steps: int) -> None:
@@ -203,7 +198,7 @@ def measure(
     """clock -> (seconds of a step by decoder, rates by probe), everything in turn, the fastest of the repeats."""
     clocks = {"cpu": time.process_time} if jax.default_backend() == "cpu" else {}
     clocks["wall"] = time.perf_counter
-    probes = {name: probe for name, probe in make_probes().items() if name != "copy"}  # decoding reads
+    probes = roofline.make_probes()
     warm_up(decoders, min(2, steps))
     for f, _ in probes.values():
         f()
@@ -238,8 +233,8 @@ def make_rows(
     rows = []
     for name, time_ in seconds.items():
         size = moved["shared" if name == "shared" else "copied"]
-        roofline = max(size / rates["read"], flops / rates["matmul"])
-        rows.append(Row(clock, name, time_, roofline, roofline / time_, size, flops))
+        ideal = roofline.roofline_seconds(size, flops, rates)
+        rows.append(Row(clock, name, time_, ideal, ideal / time_, size, flops))
     return rows
 
 
@@ -256,8 +251,9 @@ def table(rows: list[Row], rates: dict[str, float]) -> tuple[str, dict[str, floa
     measured = baseline.seconds / shared.seconds
     possible = baseline.roofline_seconds / shared.roofline_seconds
     result = {"speed_up": measured, "roofline_speed_up": possible, "reached": measured / possible}
+    bandwidth = max(rates["read"], rates["copy"])
     lines.append(
-        f"{rates['read'] / 1e9:.1f} GB/s, {rates['matmul'] / 1e9:.1f} GFLOP/s; shared over {baseline.decoder}:"
+        f"{bandwidth / 1e9:.1f} GB/s, {rates['matmul'] / 1e9:.1f} GFLOP/s; shared over {baseline.decoder}:"
         f" {measured:.2f} times faster, roofline {possible:.2f}, reached {measured / possible:.2f} (0.70 required)"
     )
     return "\n".join(lines), result

@@ -89,7 +89,7 @@ def test_mistakes(tmp_path, given, message):
 def test_a_reward_that_is_no_number(tmp_path):
     """Python's JSON takes NaN."""
     (tmp_path / "x.jsonl").write_text('{"prompt": "a", "responses": ["b", "c"], "rewards": [1.0, NaN]}\n')
-    with pytest.raises(ValueError, match="x.jsonl, line 1: the reward of response 1 is nan, not finite"):
+    with pytest.raises(ValueError, match="x.jsonl, line 1, branch 1: rewards must be finite, got nan"):
         here(name="groups/mine", split=[f"train={tmp_path / 'x.jsonl'}"], data_dir=str(tmp_path / "data"))
     assert not (tmp_path / "data" / "groups").exists() or not list((tmp_path / "data").rglob("*.array_record*"))
 

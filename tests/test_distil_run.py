@@ -22,12 +22,17 @@ CONFIG = ModelConfig(
 TOKENIZER = SymbolTokenizer([str(i) for i in range(10)], pad="0", stop="0")
 
 
-def settings(folder) -> dict:
+def write_text(folder) -> str:
+    """Path of a text of 600 tokens."""
     rng = np.random.default_rng(0)
     (folder / "text.txt").write_text(" ".join(map(str, rng.integers(0, 10, 600))))
+    return str(folder / "text.txt")
+
+
+def settings(folder) -> dict:
     return {
         "surgery": {"remove_attention": (1, 2), "fuse_ffn": ((1, 2),)},
-        "data": {"path": str(folder / "text.txt"), "held_out": (200, 400)},
+        "data": {"path": write_text(folder), "held_out": (200, 400)},
         "stages": (
             {"loss": "blockwise", "context": 8, "batch": 2, "steps": 4, "learning_rate": 1e-2},
             {"loss": "distil", "context": 16, "batch": 1, "steps": 3, "learning_rate": 1e-3},

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import random_params
+from test_distil_run import CONFIG, TOKENIZER, write_text
 
 from lsfuse import fusion, train
-from lsfuse.data import SymbolTokenizer
 from lsfuse.io import checkpoint, load_hf
 from lsfuse.model import ModelConfig, count_params, init_params, uniform_blocks
 from lsfuse.train import fuse_table
@@ -23,17 +23,9 @@ from lsfuse.train.fuse_setup import RESULTS
 
 train_fuse = sys.modules["lsfuse.train.fuse"]  # `train.fuse` is the function
 
-CONFIG = ModelConfig(
-    vocab_size=10, hidden_size=8, num_heads=2, head_dim=4, blocks=uniform_blocks(4, 1, 12), max_position_embeddings=64
-)
-TOKENIZER = SymbolTokenizer([str(i) for i in range(10)], pad="0", stop="0")
-
-
 def settings(folder) -> dict:
-    rng = np.random.default_rng(0)
-    (folder / "text.txt").write_text(" ".join(map(str, rng.integers(0, 10, 600))))
     return {
-        "data": {"path": str(folder / "text.txt"), "held_out": (200, 400)},
+        "data": {"path": write_text(folder), "held_out": (200, 400)},
         "analysis": {"window": 16, "count": 1},
         "plan": {"num_attentions": 3, "threshold": 2.0},
         "eval": {"window": 16, "count": 2},

@@ -159,9 +159,6 @@ class Groups(_Builder, skip_registration=True):  # type: ignore[call-arg]
                 GroupReader()(where, row)
             elif "rewards" in plain and len(plain["rewards"]) != len(plain.get("responses") or plain["response_ids"]):
                 raise ValueError(f"{where}: {len(plain['rewards'])} rewards for its responses")
-            for i, reward in enumerate(plain.get("rewards", ())):
-                if not np.isfinite(reward):
-                    raise ValueError(f"{where}: the reward of response {i} is {reward}, not finite")
             first = _check_alike(first, where, plain)
             yield where, {"id": number, **flat_row(plain)}
 

@@ -41,10 +41,14 @@ def plain_row(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
     masks = _rows(where, row, "masks")
     if masks is not None and any(np.isnan(m).any() for m in masks):
         raise ValueError(f"{where}: field 'masks' must hold numbers only")
+    rewards = _floats(f"{where}: field 'rewards'", row.get("rewards"))
+    for g, reward in enumerate(() if rewards is None else rewards):
+        if not np.isfinite(reward):
+            raise ValueError(f"{where}, branch {g}: rewards must be finite, got {reward}")
     plain = {
         **_prompt(where, row, len(next(iter(responses.values())))),
         **responses,
-        "rewards": _floats(f"{where}: field 'rewards'", row.get("rewards")),
+        "rewards": rewards,
         "masks": masks,
         "old_logps": _rows(where, row, "old_logps"),
         "ref_logps": _rows(where, row, "ref_logps"),
