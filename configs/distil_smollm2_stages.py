@@ -12,7 +12,7 @@ minutes on a crowded core. The last two stages were not measured.
 
 from ml_collections import ConfigDict
 
-from lsfuse.train import DISTIL_SCHEMA, default_config
+from configs import distil_smollm2
 
 CI = (
     "--config.model.path=../SmolLM2-135M-Instruct",
@@ -22,12 +22,7 @@ CI = (
 
 
 def get_config() -> ConfigDict:
-    config = default_config(DISTIL_SCHEMA)
-    config.model.path = "../SmolLM2-135M-Instruct"
-    config.surgery.remove_attention = tuple(range(6, 10))
-    config.surgery.fuse_ffn = ((6, 8),)
-    config.data.path = "../shared/data/wikitext2/valid.txt"
-    config.data.held_out = (2_000, 30_000)
+    config = distil_smollm2.get_config()
     config.stages = (
         {"loss": "blockwise", "context": 128, "batch": 2, "steps": 60, "learning_rate": 2e-3},
         {"loss": "distil", "context": 128, "batch": 2, "steps": 12, "learning_rate": 1e-4},
@@ -35,9 +30,7 @@ def get_config() -> ConfigDict:
         {"loss": "distil", "context": 512, "batch": 1, "steps": 2, "learning_rate": 5e-5},
         {"loss": "distil", "context": 2048, "batch": 1, "steps": 1, "learning_rate": 2e-5},
     )
-    config.optimizer.schedule = "cosine"
-    config.eval.window = 512
-    config.eval.count = 2
+    config.optimizer.warmup_steps = 0
+    config.eval.every = 0
     config.probe.context = 2048
-    config.probe.count = 1
     return config

@@ -21,6 +21,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from lsfuse import train
+from lsfuse.train.workdir import saved_config
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file; `:argument` is passed to its get_config.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: empty or not there, unless --resume.")
@@ -89,7 +90,10 @@ def one(config, workdir) -> None:
     if _DRY_RUN.value:
         describe = {"distil": train.describe_distillation, "fuse": train.describe_fusion}.get(program, train.dry_run)
         print(describe(config))
-    elif program:
+        return
+    if _RESUME.value and saved_config(pathlib.Path(workdir)) is None:
+        print(f"there is no run in {workdir} to resume: this starts one", flush=True)
+    if program:
         run_program = train.distil if program == "distil" else train.fuse
         run_program(config, str(workdir), resume=_RESUME.value)
     else:

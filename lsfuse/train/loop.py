@@ -157,8 +157,6 @@ def run(
     setup = set_up(config, workdir, **given, resume=resume)
     with files.full_disk(workdir), files.locked(workdir):
         files.check_workdir(workdir, setup.saved, resume)  # nobody came in between
-        if resume and files.saved_config(workdir) is None:
-            Progress(progress).line(f"there is no run in {workdir} to resume: this starts one")
         write_run_files(workdir, setup.saved)
         with contextlib.ExitStack() as stack:
             metrics = stack.enter_context(files.JsonLines(workdir / "metrics.jsonl"))
