@@ -1,8 +1,10 @@
 """Files that appear whole or not at all, and what is in them."""
 
 import hashlib
+import io
 import os
 import pathlib
+from typing import Any
 
 
 def write_atomic(path: pathlib.Path, content: str | bytes) -> None:
@@ -13,6 +15,13 @@ def write_atomic(path: pathlib.Path, content: str | bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def write_figure(path: pathlib.Path, figure: Any, dpi: int = 120) -> None:
+    """A matplotlib figure as PNG, by `write_atomic`."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi)
+    write_atomic(path, buffer.getvalue())
 
 
 def sha256_of(path: str | pathlib.Path) -> str:

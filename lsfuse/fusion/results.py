@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from lsfuse.files import write_atomic
+from lsfuse.files import write_atomic, write_figure
 from lsfuse.fusion.analysis import Dependency
 from lsfuse.fusion.describe import block_rows
 from lsfuse.model.config import ModelConfig
@@ -100,6 +100,4 @@ def plot_dependency(
     axes.set(xlabel="block j", ylabel=f"block i, left out{marked}", title=title or None)
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
-    write_atomic(target, buffer.getvalue())
+    write_figure(target, figure, dpi=130)

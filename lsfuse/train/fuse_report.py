@@ -1,6 +1,5 @@
 """What a fusion leaves at its end: report.md with its tables and pictures, and summary.json with the same figures."""
 
-import io
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -8,7 +7,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from lsfuse.files import write_atomic
+from lsfuse.files import write_atomic, write_figure
 from lsfuse.fusion.describe import format_blocks, summarize
 from lsfuse.model import ModelConfig
 from lsfuse.train.fuse_table import COLUMNS, DISTILLED, PARENT
@@ -150,7 +149,7 @@ def _plot_scores(path: pathlib.Path, found: Mapping[str, Any]) -> None:
     figure, axes = _figure(max(5.0, 0.22 * len(having) + 2), 3.2)
     axes.bar(having, values, color=colours)
     axes.set(yscale="log", xlabel="block", ylabel="KL without its attention", title="removed: red")
-    _save(figure, path)
+    write_figure(path, figure)
 
 
 def _plot_table(path: pathlib.Path, rows: Mapping[str, Mapping[str, float]]) -> None:
@@ -161,7 +160,7 @@ def _plot_table(path: pathlib.Path, rows: Mapping[str, Mapping[str, float]]) -> 
     axes.set(xscale="log", xlabel="KL to the parent, nats a token")
     axes.margins(x=0.2)
     axes.invert_yaxis()
-    _save(figure, path)
+    write_figure(path, figure)
 
 
 def _figure(width: float, height: float):
@@ -171,9 +170,3 @@ def _figure(width: float, height: float):
     figure = matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
-
-
-def _save(figure: Any, path: pathlib.Path) -> None:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    write_atomic(path, buffer.getvalue())

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lsfuse.files import write_atomic
+from lsfuse.files import write_atomic, write_figure
 from lsfuse.io.checkpoint_manifest import leaf_names
 from lsfuse.types import Params
 
@@ -120,7 +120,7 @@ def draw(panels: Sequence[tuple[str, Sequence[tuple[str, Sequence[tuple[float, f
         axes.set(title=title, xlabel="step")
         axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure)
 
 
 def write_report(workdir: pathlib.Path, records: Sequence[Mapping[str, Any]], summary: dict[str, Any]) -> None:
