@@ -10,8 +10,8 @@ import numpy as np
 import oracle
 import pytest
 
-from lsfuse import replay
-from lsfuse.model.config import BlockConfig
+from lsfuse import fusion, replay
+from lsfuse.model.config import BlockConfig, uniform_blocks
 
 TINY, PARAMS = helpers.TINY, helpers.random_params(helpers.TINY, 1)
 BATCHES = {"default": helpers.make_batch(TINY), **{i: helpers.ragged_batch(TINY, i) for i in range(3)}}
@@ -83,6 +83,17 @@ def test_unlike_blocks(x64, config, options):
     options = {"chunk_size": 3, "branch_batch": 2, **options}
     params, batch = helpers.random_params(config, 2), helpers.make_batch(config)
     helpers.check_step("coupled", config, params, batch, "unlike", **options)
+
+
+@pytest.mark.parametrize("name", ["plain_grpo", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_a_fused_model(x64, name):
+    """The first member keeps its attention, the wide FFN stands between blocks that have theirs."""
+    parent = helpers.tiny(blocks=uniform_blocks(5, 2, 12))
+    surgery = fusion.chain(fusion.remove_attention([2, 3]), fusion.fuse_ffn([(1, 2)]))
+    config, params = surgery(parent, helpers.random_params(parent))
+    assert [b.ffn_width for b in config.blocks] == [12, 24, 12, 12] and not config.blocks[2].has_attention
+    batch = helpers.make_batch(config)
+    helpers.check_step(name, config, params, batch, "fused", chunk_size=4, branch_batch=2)
 
 
 def test_a_model_without_attention(x64):

@@ -85,6 +85,15 @@ def test_stop_holds_the_state():
 
 
 @pytest.mark.slow
+def test_a_device_of_a_mesh_holds_its_share():
+    """Of four devices along the prompt, at lengths at which each device's share is a tile of keys at least."""
+    mesh = jax.make_mesh((1, 2, 2, 2), ("data", "context", "fsdp", "tensor"))
+    static = {"prefix_grad": "exact", "prefix_activations": "recompute", "mesh": mesh}
+    short, long = (temp("plain_grpo", prompt, **static) for prompt in (2049, 8193))
+    assert (long - short) / 6144 <= 1.05 * 2 * STATE / 8
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "per_token", "static"),
     [

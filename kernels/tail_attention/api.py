@@ -22,6 +22,8 @@ class Prefix:
     k, v: [L, K, P, H], the whole run of L layers, so that no layer is copied out. layer: int32 scalar.
     length: int32 scalar, valid keys; whatever lies beyond changes nothing.
     constant: int32 scalar, how many of the first keys have constant K/V, to a backward with `dprefix`; None if none.
+    first: int32 [T], the first key that each query sees, not falling, where a rule's window does not say it because the
+        keys are not in a row (they are one device's part of them); None: the window says it.
     """
 
     k: Array
@@ -29,6 +31,7 @@ class Prefix:
     layer: Array
     length: Array
     constant: Array | None = None
+    first: Array | None = None
 
 
 @struct.dataclass
@@ -129,7 +132,9 @@ def backward(
 
 
 def _first_seen(prefix: Prefix, own_offset: Array | int, rule: Rule) -> Array | None:
-    """The first key of the prefix that query 0 sees (may be negative); None where it sees all of them."""
+    """The first key of the prefix that query 0 (or each query, [T]) sees, may be negative; None where it sees all."""
+    if prefix.first is not None:
+        return prefix.first
     return None if rule.window is None else prefix.length + own_offset - rule.window + 1
 
 

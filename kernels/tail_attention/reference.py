@@ -98,19 +98,23 @@ def _bias(mask: Array, q: Array) -> Array:
     return jnp.where(mask, jnp.zeros((), _accumulator(q)), -jnp.inf)
 
 
-def _prefix_tile(k: Array, v: Array, layer, start, j, tile: int, lo, hi):
-    """Keys and values [K, tile, H] of tile j of [lo, hi), zero outside, and their mask [tile]. `start`: clamped."""
+def _prefix_tile(k: Array, v: Array, layer, start, j, tile: int, lo, hi, dtype):
+    """Keys and values [K, tile, H] of tile j of [lo, hi), zero outside, in the queries' dtype, and their mask [tile].
+    `start`: clamped."""
     keys = start + jnp.arange(tile)
     mask = (keys >= lo + j * tile) & (keys < hi)
     kt, vt = (lax.dynamic_slice(x, _corner(layer, start), (1, x.shape[1], tile, x.shape[3]))[0] for x in (k, v))
-    return jnp.where(mask[:, None], kt, 0), jnp.where(mask[:, None], vt, 0), mask
+    kt, vt = (jnp.where(mask[:, None], x, 0).astype(dtype) for x in (kt, vt))
+    return kt, vt, mask
 
 
 def _first_keys(q: Array, seen) -> Array | None:
-    """The first key that every row sees, as row tiles [tiles, rows], if query 0 sees keys from `seen` on."""
+    """The first key that every row sees, as row tiles [tiles, rows], if query 0 sees keys from `seen` on; or query t
+    from `seen[t]` on."""
     if seen is None:
         return None
-    first = jnp.asarray(seen, jnp.int32) + jnp.arange(q.shape[2], dtype=jnp.int32)
+    first = jnp.asarray(seen, jnp.int32)
+    first = first if first.ndim else first + jnp.arange(q.shape[2], dtype=jnp.int32)
     beyond = jnp.iinfo(first.dtype).max  # padding: must not lower the first tile
     return _row_tiles(jnp.broadcast_to(first[:, None], (1, *q.shape[1:4])), 0, beyond)[0][:, 0]
 
@@ -123,7 +127,7 @@ def _lower(first, start, tile: int):
 def prefix_forward(q: Array, k: Array, v: Array, layer, length, seen=None, softcap=None) -> tuple[Array, Array]:
     """Scaled queries [K, B, T, g, H] over keys 0 … length - 1 of `layer` in k, v [L, K, P, H]: (o, lse).
 
-    seen: the first key that query 0 sees, query t seeing keys from `seen` + t on; None: all keys.
+    seen: the first key that query 0 sees, query t seeing keys from `seen` + t on, or [T] of each; None: all keys.
     """
     size = k.shape[2]
     tile = min(TILE, size)
@@ -133,7 +137,7 @@ def prefix_forward(q: Array, k: Array, v: Array, layer, length, seen=None, softc
 
         def step(j, carry):
             start = jnp.minimum(j * tile, size - tile)
-            kt, vt, mask = _prefix_tile(k, v, layer, start, j, tile, 0, length)
+            kt, vt, mask = _prefix_tile(k, v, layer, start, j, tile, 0, length, qt.dtype)
             if first is not None:
                 mask = mask & (start + jnp.arange(tile) >= first[:, None])
             scores = jnp.einsum("krh,ksh->krs", qt, kt, preferred_element_type=_accumulator(qt))
@@ -163,7 +167,7 @@ def prefix_backward(q, k, v, layer, lo, hi, do, lse, delta, dk=None, dv=None, *,
             dq, dk, dv = carry
             at = jnp.minimum(j * tile, room - tile)
             start = jnp.minimum(lo + j * tile, size - tile) if dk is None else lo + at
-            kt, vt, mask = _prefix_tile(k, v, layer, start, j, tile, lo, hi)
+            kt, vt, mask = _prefix_tile(k, v, layer, start, j, tile, lo, hi, qt.dtype)
             mask = mask[:, None]
             if first is not None:
                 mask = mask & ((start + jnp.arange(tile))[:, None] >= first)

@@ -10,8 +10,8 @@ from flax import struct
 from jax import lax
 
 from lsfuse.kernels import tail_attention
-from lsfuse.model import layers
-from lsfuse.model.config import BlockConfig, ModelConfig
+from lsfuse.model import attention, layers
+from lsfuse.model.config import BlockConfig, ModelConfig, ffn_norm
 from lsfuse.model.layers import subset
 from lsfuse.types import Array
 
@@ -80,14 +80,14 @@ def block_forward(
     p: dict,
     x: Array,
     tokens: Tokens,
-    prefix: tail_attention.Prefix | None,
+    before: attention.Before | None,
     known: dict[str, Array] | None = None,
 ) -> tuple[Array, dict[str, Array]]:
     """x [B, T, D] → (output [B, T, D], piece boundaries). Boundaries in `known` are taken and not computed.
 
     tokens: as the block sees them (`at_block`).
     """
-    saved = {"x": x, **(known or {})}
+    saved, shards = {"x": x, **(known or {})}, config.shards
     mid = x
     if block.has_linear_map and "mid" not in saved:
         y = layers.linear_map(config, subset(p, layers.LINEAR_MAP), x)
@@ -97,11 +97,11 @@ def block_forward(
             q, k, v = layers.attention_in(config, subset(p, layers.ATTENTION_IN), x, tokens.rope)
             saved = {"q": q, "k": k, "v": v, **saved}
         if "o" not in saved:
-            saved["o"], saved["lse"] = tail_attention.forward(
-                saved["q"], saved["k"], saved["v"], tokens.lengths, prefix, rule=tokens.rule
+            saved["o"], saved["lse"] = attention.forward(
+                config, saved["q"], saved["k"], saved["v"], tokens.lengths, before, tokens.rule
             )
         if "mid" not in saved:
-            y = layers.attention_out(subset(p, layers.ATTENTION_OUT), saved["o"])
+            y = shards.sum_tensor(layers.attention_out(_attention_out(config, p), saved["o"]))
             saved |= _join_stream(config, p, x, y)
     if block.has_mixer:
         mid = saved["mid"]
@@ -114,11 +114,19 @@ def block_forward(
     if "fed" in saved:
         y = saved["fed"]
     else:
-        y = layers.ffn_out(config, block, subset(p, layers.FFN_OUT), *(saved[name] for name in names))
+        y = shards.sum_tensor(layers.ffn_out(config, block, _ffn_out(config, p), *(saved[name] for name in names)))
     if config.post_norms:
         saved["fed"] = y
         y = layers.rms_norm(config, y, p[layers.FFN_NORM])
     return mid + y, saved
+
+
+def _attention_out(config: ModelConfig, p: dict) -> dict:
+    return config.shards.once(subset(p, layers.ATTENTION_OUT), ("o_proj_bias",))
+
+
+def _ffn_out(config: ModelConfig, p: dict) -> dict:
+    return config.shards.once(subset(p, layers.FFN_OUT), ("down_proj_bias", "fc_out_bias"))
 
 
 def _join_stream(config: ModelConfig, p: dict, x: Array, y: Array) -> dict[str, Array]:
@@ -128,9 +136,9 @@ def _join_stream(config: ModelConfig, p: dict, x: Array, y: Array) -> dict[str, 
     return {"attended": y, "mid": x + layers.rms_norm(config, y, p[layers.ATTENTION_NORM])}
 
 
-def complete(config, block, p, tokens, prefix, saved: dict[str, Array]) -> dict[str, Array]:
+def complete(config, block, p, tokens, before, saved: dict[str, Array]) -> dict[str, Array]:
     """All piece boundaries, those that the policy dropped recomputed."""
-    return block_forward(config, block, p, saved["x"], tokens, prefix, saved)[1]
+    return block_forward(config, block, p, saved["x"], tokens, before, saved)[1]
 
 
 def block_backward(
@@ -140,7 +148,7 @@ def block_backward(
     dy: Array,
     saved: dict[str, Array],
     tokens: Tokens,
-    prefix: tail_attention.Prefix | None,
+    before: attention.Before | None,
     dprefix: tuple[Array, Array] | None,
     dkv: tuple[Array, Array] | None = None,
 ) -> tuple[Array, dict[str, Array], tuple[Array, Array] | None]:
@@ -151,7 +159,7 @@ def block_backward(
 
     Returns: (dx, gradients by parameter name, dprefix).
     """
-    saved = complete(config, block, p, tokens, prefix, saved)
+    saved, shards = complete(config, block, p, tokens, before, saved), config.shards
     dp: dict[str, Array] = {}
     x, dx, dmid = saved["x"], jnp.zeros((), dy.dtype), dy
 
@@ -165,12 +173,13 @@ def block_backward(
 
     if block.has_ffn:
         activations = tuple(saved[name] for name in layers.ffn_boundaries(block))
-        _, vjp = jax.vjp(lambda p, *a: layers.ffn_out(config, block, p, *a), subset(p, layers.FFN_OUT), *activations)
+        _, vjp = jax.vjp(lambda p, *a: layers.ffn_out(config, block, p, *a), _ffn_out(config, p), *activations)
         d_out, *d_activations = vjp(through_norm(dy, layers.FFN_NORM, "fed"))
         ffn_input = saved["mid"] if block.has_mixer and not block.parallel else x
         names = layers.ffn_in_names(config)
         _, vjp = jax.vjp(lambda p, h: layers.ffn_in(config, block, p, h), subset(p, names), ffn_input)
         d_in, dh = vjp(tuple(d_activations))
+        d_in, dh = shards.sum_gains(d_in, ffn_norm(config)), shards.sum_tensor(dh)
         dp |= {**d_out, **d_in}
         if block.parallel:
             dx = dh
@@ -182,24 +191,14 @@ def block_backward(
         return dmid + dx + dx2, {**dp, **d_map}, dprefix
     if not block.has_attention:
         return dmid + dx, dp, dprefix
-    _, vjp = jax.vjp(layers.attention_out, subset(p, layers.ATTENTION_OUT), saved["o"])
+    _, vjp = jax.vjp(layers.attention_out, _attention_out(config, p), saved["o"])
     d_out, do = vjp(through_norm(dmid, layers.ATTENTION_NORM, "attended"))
-    dq, dk, dv, dprefix = tail_attention.backward(
-        saved["q"],
-        saved["k"],
-        saved["v"],
-        tokens.lengths,
-        prefix,
-        saved["o"],
-        saved["lse"],
-        do,
-        dprefix,
-        rule=tokens.rule,
-    )
+    dq, dk, dv, dprefix = attention.backward(config, saved, tokens.lengths, before, do, dprefix, tokens.rule)
     if dkv is not None:
         dk, dv = dk + dkv[0].astype(dk.dtype), dv + dkv[1].astype(dv.dtype)
     _, vjp = jax.vjp(lambda p, x: layers.attention_in(config, p, x, tokens.rope), subset(p, layers.ATTENTION_IN), x)
     d_in, dx2 = vjp((dq, dk, dv))
+    d_in, dx2 = shards.sum_gains(d_in, "input_layernorm"), shards.sum_tensor(dx2)
     return dmid + dx + dx2, {**dp, **d_out, **d_in}, dprefix
 
 
@@ -207,4 +206,4 @@ def keys_values_backward(config, p, x, tokens: Tokens, dkv) -> tuple[Array, dict
     """(dx, gradients) of a block of which only the keys and values are used."""
     _, vjp = jax.vjp(lambda p, x: layers.keys_values(config, p, x, tokens.rope), subset(p, layers.KEYS_VALUES), x)
     dp, dx = vjp(tuple(d.astype(x.dtype) for d in dkv))
-    return dx, dp
+    return config.shards.sum_tensor(dx), config.shards.sum_gains(dp, "input_layernorm")

@@ -9,6 +9,9 @@ they are data of the loop, so that full and sliding attention may alternate in o
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import ClassVar
+
+from lsfuse.model.shards import Shards
 
 ATTENTION_KINDS = ("full", "sliding", "linear_map", "none")
 FFN_KINDS = ("gated", "plain")
@@ -41,8 +44,10 @@ class RopeScaling:
     def __post_init__(self):
         if self.kind not in ROPE_KINDS:
             raise ValueError(f"rope scaling {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
-        if self.factor <= 0:
+        if not self.factor > 0:
             raise ValueError(f"rope scaling factor must be positive, got {self.factor}")
+        if self.original_max_position < 1:
+            raise ValueError(f"rope scaling original_max_position must be at least 1, got {self.original_max_position}")
         if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
                 f"rope scaling llama3 needs low_freq_factor < high_freq_factor, got {self.low_freq_factor} and"
@@ -154,6 +159,11 @@ class ModelConfig:
     sources: tuple[tuple[int, ...], ...] = ()
     transforms: tuple[str, ...] = ()
 
+    # A whole model, computed in its parameters' dtype; see `DeviceConfig`.
+    shards: ClassVar[Shards] = Shards()
+    compute_dtype: ClassVar[str | None] = None
+    state_dtype: ClassVar[str | None] = None
+
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "num_heads", "head_dim", "max_position_embeddings"):
             if getattr(self, name) < 1:
@@ -168,6 +178,8 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"ModelConfig.{name} must be positive or None, got {value}")
+        if not self.rope_theta > 0:
+            raise ValueError(f"ModelConfig.rope_theta must be positive, got {self.rope_theta}")
         if not self.rms_norm_eps > 0:
             raise ValueError(f"ModelConfig.rms_norm_eps must be positive (padding is zero), got {self.rms_norm_eps}")
         if not self.embed_scale > 0:
@@ -226,6 +238,56 @@ class ModelConfig:
     def last_attention_block(self) -> int:
         """Index of the last block with attention, -1 if there is none. Prefix tokens need no block beyond it."""
         return max((i for i, block in enumerate(self.blocks) if block.has_attention), default=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceConfig(ModelConfig):
+    """A model as one device of a mesh has it, inside a `shard_map`: with the device's own heads and channels. Its
+    kernels are split further, see `Shards`.
+
+    compute_dtype: of activations, and of kernels from where they are gathered on; None: the parameters'.
+    state_dtype: of the prefix state; None: that of activations.
+    """
+
+    shards: Shards = Shards()  # type: ignore[misc]
+    compute_dtype: str | None = None  # type: ignore[misc]
+    state_dtype: str | None = None  # type: ignore[misc]
+
+
+def device_config(
+    config: ModelConfig, shards: Shards, compute_dtype: str | None = None, state_dtype: str | None = None
+) -> DeviceConfig:
+    """Raises ValueError, naming sizes that would do, where the model does not divide by the mesh."""
+    t, n = shards.num_tensor, shards.num_tokens
+    check_divides("tensor", t, {"num_heads": config.num_heads})
+    for i, block in enumerate(config.blocks):
+        if block.has_attention:
+            check_divides("tensor", t, {f"num_kv_heads of block {i}": block.num_kv_heads})
+        check_divides("tensor", t, {f"ffn_width of block {i}": block.ffn_width})
+    check_divides("context x fsdp", n, {"hidden_size": config.hidden_size})
+    check_divides("context x fsdp x tensor", n * t, {"vocab_size": config.vocab_size})
+    blocks = tuple(
+        dataclasses.replace(
+            block,
+            num_kv_heads=block.num_kv_heads // t if block.has_attention else block.num_kv_heads,
+            ffn_width=block.ffn_width // t,
+        )
+        for block in config.blocks
+    )
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(ModelConfig)}
+    own = {"blocks": blocks, "num_heads": config.num_heads // t, "shards": shards}
+    return DeviceConfig(**{**fields, **own, "compute_dtype": compute_dtype, "state_dtype": state_dtype})
+
+
+def check_divides(axes: str, devices: int, sizes: dict[str, int]) -> None:
+    """Raises ValueError, naming numbers of devices that would do, unless `devices` divides every size."""
+    for name, size in sizes.items():
+        if size % devices:
+            fitting = [str(d) for d in range(1, min(size, 4 * devices) + 1) if size % d == 0]
+            raise ValueError(
+                f"{name} is {size}, which the mesh's {devices} devices along {axes} do not divide; such that do:"
+                f" {', '.join(fitting)}"
+            )
 
 
 def uniform_blocks(num_blocks: int, num_kv_heads: int, ffn_width: int) -> tuple[BlockConfig, ...]:

@@ -95,7 +95,15 @@ def _heads(config: ModelConfig, p: dict, h: Array, name: str, norm: str) -> Arra
 def _keys_values(config: ModelConfig, p: dict, h: Array, rope) -> tuple[Array, Array]:
     k = rotate(_heads(config, p, h, "k_proj", "k_norm"), rope)
     v = linear(h, p, "v_proj").reshape(*h.shape[:2], -1, config.head_dim)
-    return jnp.moveaxis(k, 2, 0), jnp.moveaxis(v, 2, 0)
+    return _as_stored(config, jnp.moveaxis(k, 2, 0)), _as_stored(config, jnp.moveaxis(v, 2, 0))
+
+
+def _as_stored(config: ModelConfig, x: Array) -> Array:
+    """x as it is read back from the prefix state, so that later tokens and a recomputation see what its own see; the
+    rounding is a constant to the backward."""
+    if config.state_dtype is None or jnp.dtype(config.state_dtype) == x.dtype:
+        return x
+    return x + lax.stop_gradient(x.astype(config.state_dtype).astype(x.dtype) - x)
 
 
 def keys_values(config: ModelConfig, p: dict, x: Array, rope) -> tuple[Array, Array]:

@@ -1,5 +1,7 @@
 """Log-probs and entropies of given tokens from hidden states, a slab of the vocabulary at a time.
 
+On several devices, which have columns of the head each, all see all tokens.
+
 tokens × vocabulary never exists: the forward pass keeps a running log-sum-exp over slabs, the backward recomputes each
 slab's logits from it and writes that slab of the head's gradient once.
 """
@@ -31,8 +33,9 @@ def slab_width(tokens: int, vocab: int) -> int:
     return min(vocab, max(512, _ELEMENTS // max(tokens, 1) // 128 * 128))
 
 
-def _slabs(params: Params, tokens: int):
-    """(number of slabs, width, reader of slab i as [D, width], its first column)."""
+def _slabs(params: Params, config: ModelConfig, tokens: int, labels: Array):
+    """(number of slabs, width, reader of slab i as [D, width] and its first column, whether the head is tied, labels
+    counted from the device's first column)."""
     tied = "lm_head" not in params
     head = params["embed_tokens"] if tied else params["lm_head"]
     vocab = head.shape[0 if tied else 1]
@@ -42,7 +45,7 @@ def _slabs(params: Params, tokens: int):
         start = jnp.minimum(i * width, vocab - width)
         return lax.dynamic_slice_in_dim(head, start, width, 0 if tied else 1), start
 
-    return -(-vocab // width), width, read, tied
+    return -(-vocab // width), width, read, tied, labels - config.shards.first_word(vocab)
 
 
 def _slab_logits(config: ModelConfig, h, slab, start, i, width, tied):
@@ -66,7 +69,7 @@ def token_logprobs(
     given = {"x": (x, "T D", float), "labels": (labels, "T", int)}
     check_arrays("model.token_logprobs", given, {"D": (config.hidden_size, "the config")})
     h = rms_norm(config, x, params["norm"])
-    count, width, read, tied = _slabs(params, x.shape[0])
+    count, width, read, tied, own = _slabs(params, config, x.shape[0], labels)
     acc = jnp.promote_types(x.dtype, jnp.float32)
 
     def step(i, carry):
@@ -81,17 +84,29 @@ def token_logprobs(
         # Σ p · (logit - top), for the entropy; a first step's top of -inf has total 0.
         moved = jnp.where(total == 0, 0.0, scale * (weighted + total * (top - new)))
         weighted = moved + jnp.sum(jnp.where(p > 0, p * shifted, 0.0), -1)
-        at = labels - start
-        here = (at >= 0) & (at < width) & (labels >= i * width)
+        at = own - start
+        here = (at >= 0) & (at < width) & (own >= i * width)
         picked = jnp.take_along_axis(logits, jnp.clip(at, 0, width - 1)[:, None], 1)[:, 0]
         return new, total * scale + p.sum(-1), weighted, jnp.where(here, picked, label_logit)
 
     zeros = jnp.zeros(x.shape[0], acc)
     top, total, weighted, label_logit = lax.fori_loop(0, count, step, (zeros - jnp.inf, zeros, zeros, zeros))
+    top, total, weighted, label_logit = _all_words(config, top, total, weighted, label_logit)
     log_total = jnp.log(total)
     lse = top + log_total
     entropies = log_total - weighted / total
     return label_logit - lse, entropies, HeadSaved(h, lse, entropies)
+
+
+def _all_words(config: ModelConfig, top, total, weighted, label_logit):
+    """What `token_logprobs` has of its columns, of all devices' columns."""
+    shards = config.shards
+    if not shards.vocabulary:
+        return top, total, weighted, label_logit
+    new = shards.max_vocabulary(top)
+    scale = jnp.exp(top - new)
+    weighted = scale * (weighted + total * (top - new))
+    return new, *shards.sum_vocabulary((scale * total, weighted, label_logit))
 
 
 def token_logprobs_backward(
@@ -110,7 +125,7 @@ def token_logprobs_backward(
     With p the tempered distribution and z its logits, d log p_y / dz = onehot(y) - p and dH / dz = -p (log p + H). A
     soft-cap lies between the head's products and z.
     """
-    count, width, read, tied = _slabs(params, x.shape[0])
+    count, width, read, tied, own = _slabs(params, config, x.shape[0], labels)
     name = "embed_tokens" if tied else "lm_head"
     h = saved.h
 
@@ -120,7 +135,7 @@ def token_logprobs_backward(
         logits, new_columns = _slab_logits(config, h, slab, start, i, width, tied)
         logp = logits / temperature - saved.lse[:, None]
         p = jnp.where(new_columns, jnp.exp(logp), 0.0)
-        onehot = (labels[:, None] == start + jnp.arange(width)) & new_columns
+        onehot = (own[:, None] == start + jnp.arange(width)) & new_columns
         dz = jnp.where(onehot, dlogps[:, None], 0.0) - p * (
             dlogps[:, None] + dentropies[:, None] * (logp + saved.entropies[:, None])
         )
@@ -138,6 +153,7 @@ def token_logprobs_backward(
 
     acc = jnp.promote_types(x.dtype, jnp.float32)
     dh, dhead = lax.fori_loop(0, count, step, (jnp.zeros(x.shape, acc), grads[name]))
+    dh = config.shards.sum_vocabulary(dh)
     _, vjp = jax.vjp(lambda x, gain: rms_norm(config, x, gain), x, params["norm"])
     dx, dgain = vjp(dh.astype(x.dtype))
     return dx, {**grads, name: dhead, "norm": grads["norm"] + dgain.astype(grads["norm"].dtype)}

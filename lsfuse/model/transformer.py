@@ -13,11 +13,11 @@ from flax import struct
 from jax import lax
 
 from lsfuse.checks import check_arrays
-from lsfuse.kernels import tail_attention
+from lsfuse.model.attention import Before, Stripes
 from lsfuse.model.blocks import Tokens, at_block, block_backward, block_forward, saved_names
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.layers import rms_norm, softcap
-from lsfuse.model.params import check_params
+from lsfuse.model.params import check_params, is_quantized
 from lsfuse.model.rope import rope_tables
 from lsfuse.model.state import PrefixState, read_state
 from lsfuse.model.stream import (
@@ -33,36 +33,53 @@ from lsfuse.types import Array, Params
 
 @struct.dataclass
 class Context:
-    """The prefix that tokens run against: the first `length` positions of `state`.
+    """The prefix that tokens run against: the first `length` positions of `state`; None where none can come before
+    them, so that no code for one is compiled.
 
     constant: how many of them are constants, to the backward; None if the whole prefix is differentiable.
+    stripes: which of them this device has; None: all.
     """
 
     state: PrefixState
-    length: Array
+    length: Array | None
     constant: Array | None = None
+    stripes: Stripes | None = None
 
-    def prefix(self, run: str, layer: Array) -> tail_attention.Prefix | None:
-        if run not in self.state.k:
+    def before(self, run: str, layer: Array) -> Before | None:
+        if self.length is None or run not in self.state.k:
             return None
-        return tail_attention.Prefix(self.state.k[run], self.state.v[run], layer, self.length, self.constant)
+        return Before(self.state.k[run], self.state.v[run], layer, self.length, self.constant, self.stripes)
 
 
 def no_prefix() -> Context:
     """For rows that stand alone."""
-    return Context(PrefixState({}, {}), jnp.int32(0))
+    return Context(PrefixState({}, {}), None)
 
 
 def make_tokens(config: ModelConfig, first: Array | int, count: int, lengths: Array, dtype) -> Tokens:
-    """`count` tokens a row at positions `first` …; lengths [B] of them valid."""
+    """`count` tokens a row at positions `first` …, of which the device has its own; lengths [B] of them all valid."""
     rope_dtype = jnp.promote_types(dtype, jnp.float32)
-    return Tokens(rope_tables(config, first + jnp.arange(count), rope_dtype), lengths)
+    own = config.shards.own(count)
+    positions = first + config.shards.first(own) + jnp.arange(own)
+    return Tokens(rope_tables(config, positions, rope_dtype), lengths)
 
 
 def embed(params: Params, config: ModelConfig, ids: Array, valid: Array) -> Array:
-    """Scaled rows of the embedding [..., D]; zero where not `valid`, whatever the id there."""
+    """Scaled rows of the embedding [..., D]; zero where not `valid`, whatever the id there. On several devices: of the
+    device's own positions."""
     table = jnp.asarray(params["embed_tokens"])  # a numpy array cannot be indexed by a tracer
-    return _scaled(config, jnp.where(valid[..., None], table[jnp.where(valid, ids, 0)], 0))
+    ids, here = _own_words(config, ids, valid, table)
+    x = jnp.where(here[..., None], table[ids], 0).astype(config.compute_dtype or table.dtype)
+    return _scaled(config, config.shards.scatter_tokens(config.shards.sum_tensor(x), x.ndim - 2))
+
+
+def _own_words(config: ModelConfig, ids: Array, valid: Array, table: Array) -> tuple[Array, Array]:
+    """(rows of the device's table, 0 where the id is another device's; where it is its own)."""
+    if not config.shards.vocabulary:
+        return jnp.where(valid, ids, 0), valid
+    ids = ids - config.shards.first_word(table.shape[0])
+    here = valid & (ids >= 0) & (ids < table.shape[0])
+    return jnp.where(here, ids, 0), here
 
 
 def _scaled(config: ModelConfig, x: Array) -> Array:
@@ -70,19 +87,26 @@ def _scaled(config: ModelConfig, x: Array) -> Array:
 
 
 def embed_backward(grads: Params, config: ModelConfig, ids: Array, valid: Array, dx: Array) -> Params:
-    """Adds dx [..., D] to the gradients of the embedding's rows."""
+    """Adds dx [..., D], of the device's own positions, to the gradients of the embedding's rows."""
     table = grads["embed_tokens"]
-    dx = jnp.where(valid[..., None], _scaled(config, dx), 0).astype(table.dtype)
-    return {**grads, "embed_tokens": table.at[jnp.where(valid, ids, 0)].add(dx)}
+    ids, here = _own_words(config, ids, valid, table)
+    dx = config.shards.gather_tokens(_scaled(config, dx), dx.ndim - 2)
+    return {**grads, "embed_tokens": table.at[ids].add(jnp.where(here[..., None], dx, 0).astype(table.dtype))}
 
 
-def block_params(params: Params, run: str, layer: Array | int) -> dict[str, Array]:
-    """One block's leaves out of its run."""
-    return jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, layer, 0, keepdims=False), dict(params["runs"][run]))
+def block_params(params: Params, config: ModelConfig, run: str, layer: Array | int) -> dict[str, Array]:
+    """One block's leaves out of its run, gathered from the devices that have parts of them."""
+    leaves = jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, layer, 0, keepdims=False), dict(params["runs"][run]))
+    if config.compute_dtype is not None:
+        leaves = {n: v if is_quantized(v) or v.ndim < 2 else v.astype(config.compute_dtype) for n, v in leaves.items()}
+    return config.shards.gather_block(leaves)
 
 
-def add_block_grads(grads: dict[str, Array], layer: Array | int, dp: dict[str, Array]) -> dict[str, Array]:
-    """Adds one block's gradients to its run's stacked ones, in place."""
+def add_block_grads(
+    grads: dict[str, Array], config: ModelConfig, layer: Array | int, dp: dict[str, Array]
+) -> dict[str, Array]:
+    """Adds one block's gradients to its run's stacked ones, in place; to each device its part."""
+    dp = config.shards.scatter_block(dp)
 
     def add(total, new):
         old = lax.dynamic_index_in_dim(total, layer, 0, keepdims=False)
@@ -130,14 +154,17 @@ def run_blocks(
     stream = start_stream(config, x)
     for run, block, count in _segments(config, upto):
 
+        @jax.named_scope(f"run_{run}")
         def body(stream, layer, run=run, block=block):
             known = None
             if own_at is not None and block.has_attention:
-                known = dict(zip("kv", read_state(context.state, run, layer, own_at, stream.x.shape[1]), strict=True))
-            prefix, here = context.prefix(run, layer), at_block(config, int(run), layer, tokens)
+                own = read_state(context.state, run, layer, own_at, stream.x.shape[1])
+                known = {name: y.astype(stream.x.dtype) for name, y in zip("kv", own, strict=True)}
+            before, here = context.before(run, layer), at_block(config, int(run), layer, tokens)
 
             def one(x):
-                y, saved = block_forward(config, block, block_params(params, run, layer), x, here, prefix, known)
+                p = block_params(params, config, run, layer)
+                y, saved = block_forward(config, block, p, x, here, before, known)
                 return y, {name: saved[name] for name in keep if name in saved}
 
             return through_block(config, int(run), layer, stream, one)
@@ -173,27 +200,28 @@ def run_blocks_backward(
     for run, block, count in reversed(list(_segments(config, upto))):
         dprefix = (dstate.k[run], dstate.v[run]) if dstate is not None and block.has_attention else None
 
+        @jax.named_scope(f"run_{run}")
         def body(carry, layer, run=run, block=block):
             d, run_grads, dprefix = carry
             saved = {name: _read_block(buffer, layer, kept_at) for name, buffer in kept[run].items()}
             own = None
             if block.has_attention and own_at is not None:
                 k, v = read_state(context.state, run, layer, own_at, d.x.shape[1])
-                saved = {**saved, "k": k, "v": v}
+                saved = {**saved, "k": k.astype(d.x.dtype), "v": v.astype(d.x.dtype)}
                 own = None if dkv is None else read_state(dkv, run, layer, jnp.int32(0), d.x.shape[1])
             dinput, dp, dprefix = block_backward(
                 config,
                 block,
-                block_params(params, run, layer),
+                block_params(params, config, run, layer),
                 d.x,
                 saved,
                 at_block(config, int(run), layer, tokens),
-                context.prefix(run, layer),
+                context.before(run, layer),
                 dprefix,
                 own,
             )
             d = block_input_backward(d, stands_beside(config, int(run), layer), dinput)
-            return (d, add_block_grads(run_grads, layer, dp), dprefix), None
+            return (d, add_block_grads(run_grads, config, layer, dp), dprefix), None
 
         carry = (d, grads["runs"][run], dprefix)
         (d, run_grads, dprefix), _ = lax.scan(body, carry, jnp.arange(count), reverse=True)

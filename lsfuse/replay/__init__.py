@@ -6,6 +6,7 @@ from lsfuse.replay.check import check_batch
 from lsfuse.replay.dense import dense_value_and_grad
 from lsfuse.replay.geometry import PREFIXES, Geometry, Options, make_geometry
 from lsfuse.replay.memory import choose_prefix_activations, kept_bytes, state_bytes_per_token
+from lsfuse.replay.mesh import param_shardings
 from lsfuse.replay.objective import Mean, Objective, as_objective, masked_mean
 from lsfuse.replay.value_and_grad import per_token_logps, value_and_grad
 
@@ -24,6 +25,7 @@ __all__ = [
     "kept_bytes",
     "make_geometry",
     "masked_mean",
+    "param_shardings",
     "per_token_logps",
     "state_bytes_per_token",
     "value_and_grad",

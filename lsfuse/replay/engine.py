@@ -9,12 +9,14 @@ All loops have dynamic bounds: padded shapes are fixed by the batch, lengths are
 The dense baseline is the same passes with rows that carry their own prompt in place of tails, and no capture.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
 from lsfuse.checks import check_arrays
 from lsfuse.model.config import ModelConfig
@@ -30,10 +32,12 @@ from lsfuse.replay.geometry import (
     first_tokens,
     group_slice,
     make_geometry,
+    make_stripes,
     pad_batch,
     prefix_bounds,
 )
 from lsfuse.replay.memory import resolve_prefix_activations
+from lsfuse.replay.mesh import on_mesh, one_device
 from lsfuse.replay.objective import Mean, Objective
 from lsfuse.replay.prefix import capture, prefix_backward
 from lsfuse.replay.tails import tails_backward, tails_forward
@@ -58,17 +62,20 @@ TAILS = Branches(tails_forward, tails_backward, shared=True)
 _NO_OBJECTIVE = Objective(lambda logps, entropies, batch: (jnp.zeros(()), {}), name="none")
 
 
-def grad_function(objective: Objective, model: ModelConfig, options: Options, branches: Branches = TAILS) -> GradFn:
+def grad_function(
+    objective: Objective,
+    model: ModelConfig,
+    options: Options,
+    branches: Branches = TAILS,
+    mesh: Mesh | None = None,
+) -> GradFn:
     """f(params, batch) -> ((loss, metrics), grads); see `replay.value_and_grad`."""
 
-    def f(params: Params, batch: Batch):
-        check_params(model, params)
-        check_trainable(params)
-        check_shapes(batch)
+    def step(local: ModelConfig, params: Params, batch: Batch):
         if objective.prepare is not None:
             batch = objective.prepare(batch)
         batch = batch.replace(completion_mask=batch.loss_mask)
-        engine = Engine(params, model, options, batch, objective, branches)
+        engine = Engine(params, local, options, batch, objective, branches)
         coupling = objective.coupling
         if coupling == "batch" and batch.prompt_ids.shape[0] == 1:
             coupling = "group"
@@ -76,6 +83,17 @@ def grad_function(objective: Objective, model: ModelConfig, options: Options, br
         loss, metrics, grads = engine.batch_coupled(batch) if coupling == "batch" else engine.summed(coupling, size)
         metrics = jax.tree.map(lambda m: m.compute() if isinstance(m, Mean) else m, metrics, is_leaf=_is_mean)
         return (loss, metrics), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+
+    everywhere = PartitionSpec()
+    run: Callable[[Params, Batch], Any] = functools.partial(step, one_device(model, options))
+    if mesh is not None:
+        run = on_mesh(step, model, mesh, options, lambda specs: ((everywhere, everywhere), specs))
+
+    def f(params: Params, batch: Batch):
+        check_params(model, params)
+        check_trainable(params)
+        check_shapes(batch)
+        return run(params, batch)
 
     return f
 
@@ -93,10 +111,11 @@ class Engine:
         branches: Branches = TAILS,
     ):
         self.params, self.model, self.options, self.branches = params, model, options, branches
-        geometry = make_geometry(options, batch.prompt_ids.shape[1], *batch.completion_ids.shape[1:])
+        _, size, response = batch.completion_ids.shape
+        geometry = make_geometry(options, batch.prompt_ids.shape[1], size, response, model.shards.num_tokens)
         self.geometry: Geometry = geometry
         self.batch, self.objective = pad_batch(batch, geometry), objective
-        self.dtype = params["embed_tokens"].dtype
+        self.dtype = jnp.dtype(model.compute_dtype or params["embed_tokens"].dtype)
         self.wide = jnp.promote_types(self.dtype, jnp.float32)
         kept = geometry.grad_tokens and resolve_prefix_activations(model, options, geometry, self.dtype) == "keep"
         self.keep = options.remat_policy if kept else None
@@ -106,7 +125,8 @@ class Engine:
     def _context(self, group: Batch, state: PrefixState, trunk: Trunk | None = None) -> Context:
         start, end = prefix_bounds(self.geometry, group.prompt_lengths[0])
         length = end if trunk is None else end + trunk.count
-        return Context(state, length, None if self.geometry.exact else start)
+        stripes = make_stripes(self.geometry, group.prompt_lengths[0])
+        return Context(state, length, None if self.geometry.exact else start, stripes)
 
     def _capture(self, group: Batch, state: PrefixState, keep: str | None):
         if not self.branches.shared:
@@ -160,6 +180,7 @@ class Engine:
         size, shape = self.geometry.branch_batch, (1, self.geometry.branches, self.geometry.response)
         context, tails = self._context(group, state, trunk), group if trunk is None else trunk.tails
 
+        @jax.named_scope("score")
         def some(i, out):
             part, own = (branch_slice(x, i * size, size) for x in (group, tails))
 
@@ -182,9 +203,11 @@ class Engine:
         tails = group if trunk is None else trunk.tails
         dstate = None
         if self.branches.shared and self.geometry.cotangent_room and self.model.last_attention_block >= 0:
-            dstate = init_state(self.model, self.geometry.cotangent_room, self.wide)
+            dtype = self.options.cotangent_dtype or self.wide
+            dstate = init_state(self.model, self._room(self.geometry.cotangent_room), dtype)
         dtrunk = None if trunk is None else (jnp.zeros(trunk.logps.shape, self.wide),) * 2
 
+        @jax.named_scope("tails")
         def some(i, carry):
             part, own = (branch_slice(x, i * size, size) for x in (group, tails))
 
@@ -221,7 +244,8 @@ class Engine:
 
     def _trunk_backward(self, group: Batch, state, trunk: Trunk, dtrunk, grads, dstate):
         context = self._context(group, state)
-        down_at = context.length - prefix_bounds(self.geometry, group.prompt_lengths[0])[0]
+        start, end = prefix_bounds(self.geometry, group.prompt_lengths[0])
+        down_at = end - start
         options = self.options
 
         def run(rows, carry):
@@ -245,10 +269,21 @@ class Engine:
         return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), self.params)
 
     def _state(self) -> PrefixState:
-        return init_state(self.model, self.geometry.state if self.branches.shared else 0, self.dtype)
+        size = self._room(self.geometry.state) if self.branches.shared else 0
+        return init_state(self.model, size, self.model.state_dtype or self.dtype)
 
-    def _groups(self) -> int:
-        return self.batch.prompt_ids.shape[0]
+    def _room(self, size: int) -> int:
+        """This device's part of `size` positions of a buffer."""
+        return self.model.shards.own(size)
+
+    def _over_groups(self, body, carry):
+        """body(b, carry) for every group, or those that fall to this device."""
+        shards, groups = self.model.shards, self.batch.prompt_ids.shape[0]
+        if not shards.data:
+            return _loop(0, groups, body, carry)
+        own = groups // shards.num_data
+        first = lax.axis_index(shards.data) * own
+        return _loop(first, own, body, carry)
 
     def summed(self, coupling: str, branches: int):
         """An objective that is a sum over branches or groups: one visit to every group.
@@ -279,8 +314,9 @@ class Engine:
             return state, *self._group_backward(*args)
 
         carry = (self._state(), self._zero_grads(), loss, metrics)
-        _, grads, loss, metrics = _loop(self._groups(), one, carry)
-        return loss, metrics, grads
+        _, grads, loss, metrics = self._over_groups(one, carry)
+        loss, metrics = self.model.shards.sum_data((loss, metrics))
+        return loss, metrics, self.model.shards.whole_grads(grads)
 
     def score(self) -> tuple[Array, Array]:
         """(per_token_logps, entropies) of every group, [B, padded G, R]."""
@@ -297,8 +333,9 @@ class Engine:
             scores = self._score_group(group, state, trunk)
             return state, tuple(lax.dynamic_update_slice_in_dim(o, s, b, 0) for o, s in zip(out, scores, strict=True))
 
-        zeros = jnp.zeros((self._groups(), self.geometry.branches, self.geometry.response), self.wide)
-        return _loop(self._groups(), one, (self._state(), (zeros, zeros)))
+        zeros = jnp.zeros((self.batch.prompt_ids.shape[0], self.geometry.branches, self.geometry.response), self.wide)
+        state, scores = self._over_groups(one, (self._state(), (zeros, zeros)))
+        return state, self.model.shards.sum_data(scores)
 
     def batch_coupled(self, original: Batch):
         """An objective that couples groups: score all of them, then visit each again (its prefix captured again)."""
@@ -317,12 +354,12 @@ class Engine:
             part = tuple(lax.dynamic_slice_in_dim(c, b, 1, 0) for c in cotangents)
             return state, self._group_backward(group, state, trunk, grads, kept, part, 0.0, {})[0]
 
-        _, grads = _loop(self._groups(), one, (state, self._zero_grads()))
-        return loss, metrics, grads
+        _, grads = self._over_groups(one, (state, self._zero_grads()))
+        return loss, metrics, self.model.shards.whole_grads(grads)
 
 
-def _loop(count: int, body, carry):
-    return body(0, carry) if count == 1 else lax.fori_loop(0, count, body, carry)
+def _loop(first: Array | int, count: int, body, carry):
+    return body(first, carry) if count == 1 else lax.fori_loop(first, first + count, body, carry)
 
 
 def _vjp_with_aux(objective: Objective, logps: Array, entropies: Array, batch: Batch):

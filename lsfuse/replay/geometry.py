@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lsfuse.model.attention import Stripes
 from lsfuse.model.blocks import saved_names
 from lsfuse.replay.batch import Batch
 from lsfuse.types import Array
 
 PREFIX_ACTIVATIONS = ("auto", "recompute", "keep")
 PREFIXES = ("prompt", "longest_common")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,9 @@ class Options:
     temperature: float = 1.0
     prefix: str = "prompt"
     response_buckets: tuple[int, ...] = ()
+    compute_dtype: str | None = None
+    state_dtype: str | None = None
+    cotangent_dtype: str | None = None
 
     def __post_init__(self):
         n = self.prefix_grad
@@ -38,6 +43,8 @@ class Options:
             raise ValueError(
                 f"branch_batch must be an int, at least 1 branch, or None to choose; got {self.branch_batch!r}"
             )
+        if self.memory_budget is not None and not (isinstance(self.memory_budget, int) and self.memory_budget >= 0):
+            raise ValueError(f"memory_budget must be an int of bytes, at least 0, or None; got {self.memory_budget!r}")
         if self.prefix_activations not in PREFIX_ACTIVATIONS:
             raise ValueError(
                 f"prefix_activations must be one of {', '.join(PREFIX_ACTIVATIONS)}, got {self.prefix_activations!r}"
@@ -49,6 +56,9 @@ class Options:
         sizes = self.response_buckets
         if not (isinstance(sizes, tuple) and all(isinstance(n, int) and n >= 1 for n in sizes)):
             raise ValueError(f"response_buckets must be a tuple of padded lengths of at least 1 token, got {sizes!r}")
+        for name in ("compute_dtype", "state_dtype", "cotangent_dtype"):
+            if getattr(self, name) not in (None, *DTYPES):
+                raise ValueError(f"{name} must be one of {', '.join(DTYPES)}, or None; got {getattr(self, name)!r}")
         saved_names(self.remat_policy)
 
 
@@ -86,6 +96,11 @@ class Geometry:
         """Whether the whole prefix is differentiable, whatever the lengths."""
         return self.grad_tokens >= self.prompt - 1
 
+    @property
+    def one_chunk(self) -> bool:
+        """Whether the prefix runs as one chunk at most, before which nothing stands."""
+        return (self.exact or not self.grad_tokens) and self.prompt - 1 <= self.chunk
+
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
@@ -97,18 +112,23 @@ def default_branch_batch(branches: int, response: int, chunk_size: int) -> int:
     return -(-branches // batches)
 
 
-def make_geometry(options: Options, prompt: int, branches: int, response: int) -> Geometry:
-    """Sizes for groups of up to `branches` responses of up to `response` tokens to prompts of up to `prompt`."""
+def make_geometry(options: Options, prompt: int, branches: int, response: int, devices: int = 1) -> Geometry:
+    """Sizes for groups of up to `branches` responses of up to `response` tokens to prompts of up to `prompt`.
+
+    devices: that a chunk's tokens are split over; it divides the sizes of chunks and buffers.
+    """
     prefix = prompt - 1
     n = options.prefix_grad
     grad_tokens = min(n - 1, prefix) if isinstance(n, int) else prefix if n == "exact" else 0
-    chunk = min(options.chunk_size, max(prefix, 1))
-    grad_chunk = min(options.chunk_size, max(grad_tokens, 1))
+    chunk = _round_up(min(options.chunk_size, max(prefix, 1)), devices)
+    grad_chunk = _round_up(min(options.chunk_size, max(grad_tokens, 1)), devices)
     # A stretch that starts anywhere needs room for the padding of its last chunk.
     slack = grad_chunk if 0 < grad_tokens < prefix else 0
     batch = options.branch_batch or default_branch_batch(branches, response, options.chunk_size)
     batch = min(batch, branches)
     state = _round_up(max(prefix, 1), chunk) + slack
+    if devices > 1 and slack:  # the first devices may have a chunk's share more of the constants than the others
+        state += chunk
     cotangent = _round_up(grad_tokens, grad_chunk) if grad_tokens else 0
     trunk = response if options.prefix == "longest_common" else 0
     if trunk:
@@ -134,6 +154,11 @@ def prefix_bounds(geometry: Geometry, prompt_length: Array) -> tuple[Array, Arra
     if geometry.exact:
         return jnp.zeros_like(end), end
     return jnp.maximum(end - geometry.grad_tokens, 0), end
+
+
+def make_stripes(geometry: Geometry, prompt_length: Array) -> Stripes:
+    """Where the prefix of one prompt lies."""
+    return Stripes(prefix_bounds(geometry, prompt_length)[0], geometry.chunk, geometry.grad_chunk)
 
 
 def pad_batch(batch: Batch, geometry: Geometry) -> Batch:

@@ -17,7 +17,7 @@ from lsfuse.types import Array, Params
 
 @struct.dataclass
 class TailSaved:
-    """What a tail's backward needs. x: [g, R, D] after the last block."""
+    """What a tail's backward needs. x: [g, R, D] after the last block, the device's own positions."""
 
     kept: dict[str, dict[str, Array]]
     x: Array
@@ -25,8 +25,9 @@ class TailSaved:
 
 
 def tail_inputs(batch: Batch, config: ModelConfig, dtype) -> tuple[Array, Array, Array, Tokens]:
-    """ids, labels, validity [g, R] and tokens of a branch slice [1, g, ...]."""
+    """ids, labels, validity [g, R] and tokens of a branch slice [1, g, ...]; R made up to a multiple of the devices."""
     labels = batch.completion_ids[0]
+    labels = jnp.pad(labels, ((0, 0), (0, -labels.shape[1] % config.shards.num_tokens)))
     lengths = jnp.where(batch.branch_mask[0], batch.completion_lengths[0], 0)
     last = jnp.maximum(batch.prompt_lengths[0] - 1, 0)
     first = jnp.broadcast_to(batch.prompt_ids[0, last], (labels.shape[0], 1))
@@ -39,7 +40,9 @@ def tail_inputs(batch: Batch, config: ModelConfig, dtype) -> tuple[Array, Array,
 def head_logps(
     params: Params, config: ModelConfig, x: Array, labels: Array, valid: Array, temperature: float
 ) -> tuple[Array, Array, HeadSaved]:
-    """(per_token_logps, entropies) [1, g, R] of x [g, R, D] after the last block, zero where not `valid`."""
+    """(per_token_logps, entropies) [1, g, R] of x [g, R, D] after the last block, the device's own positions; zero
+    where not `valid`."""
+    x = config.shards.gather_tokens(x, 1)
     logps, entropies, head = token_logprobs(params, config, x.reshape(-1, x.shape[-1]), labels.reshape(-1), temperature)
     logps, entropies = (jnp.where(valid, y.reshape(valid.shape), 0)[None] for y in (logps, entropies))
     return logps, entropies, head
@@ -65,7 +68,8 @@ def tails_forward(
         keep = tuple(name for name in keep if name not in ("k", "v"))
     x, kept = run_blocks(params, config, embed(params, config, ids, valid), tokens, context, keep, own_at=own_at)
     logps, entropies, head = head_logps(params, config, x, labels, valid, temperature)
-    return logps, entropies, None if policy is None else TailSaved(kept, x, head)
+    size = batch.completion_ids.shape[2]
+    return logps[..., :size], entropies[..., :size], None if policy is None else TailSaved(kept, x, head)
 
 
 def tails_backward(
@@ -87,14 +91,15 @@ def tails_backward(
     own_at as in `tails_forward`; dkv: cotangents that later tokens have left for these tokens' own keys and values.
     """
     ids, labels, valid, tokens = tail_inputs(batch, config, params["embed_tokens"].dtype)
+    extra = ((0, 0), (0, valid.shape[1] - dlogps.shape[2]))
     dlogps, dentropies = (
-        jnp.where(valid, d[0].astype(saved.head.lse.dtype), 0).reshape(-1) for d in (dlogps, dentropies)
+        jnp.where(valid, jnp.pad(d[0].astype(saved.head.lse.dtype), extra), 0).reshape(-1) for d in (dlogps, dentropies)
     )
-    x = saved.x.reshape(-1, saved.x.shape[-1])
+    x = config.shards.gather_tokens(saved.x, 1).reshape(-1, saved.x.shape[-1])
     dx, grads = token_logprobs_backward(
         params, config, x, labels.reshape(-1), saved.head, dlogps, dentropies, grads, temperature
     )
-    dx = dx.reshape(saved.x.shape)
+    dx = config.shards.own_tokens(dx.reshape(*valid.shape, -1), 1)
     dx, grads, dstate = run_blocks_backward(
         params, config, dx, saved.kept, tokens, context, grads, dstate, own_at=own_at, dkv=dkv
     )

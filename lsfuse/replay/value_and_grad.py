@@ -1,6 +1,9 @@
 """`replay.value_and_grad` and `replay.per_token_logps`: the engine's public face."""
 
+import functools
 from collections.abc import Callable
+
+from jax.sharding import Mesh, PartitionSpec
 
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.params import check_params
@@ -8,6 +11,7 @@ from lsfuse.replay.batch import Batch
 from lsfuse.replay.check import check_shapes
 from lsfuse.replay.engine import Engine, GradFn, grad_function
 from lsfuse.replay.geometry import Options
+from lsfuse.replay.mesh import on_mesh, one_device
 from lsfuse.replay.objective import Objective, ObjectiveFn, as_objective
 from lsfuse.types import Array, Params
 
@@ -25,6 +29,10 @@ def value_and_grad(
     temperature: float = 1.0,
     prefix: str = "prompt",
     response_buckets: tuple[int, ...] = (),
+    compute_dtype: str | None = None,
+    state_dtype: str | None = None,
+    cotangent_dtype: str | None = None,
+    mesh: Mesh | None = None,
 ) -> GradFn:
     """Value and gradient of an objective of per-token log-probs, the prompt of each group run once.
 
@@ -45,6 +53,13 @@ def value_and_grad(
         Response tokens carry gradient in every mode: `prefix_grad` counts prompt tokens.
       response_buckets: padded lengths below R at which branches run where none of them (without what they share) is
         longer. Each is compiled; without any, all tails cost R tokens, whatever their lengths.
+      compute_dtype: of activations and of the kernels in products, "bfloat16" beside float32 parameters; None: the
+        parameters'. Gradients are accumulated in float32 or wider either way.
+      state_dtype: of the prefix state; None: `compute_dtype`. Keys and values are rounded where they are made, so that
+        all tokens see the same ones.
+      cotangent_dtype: of the prefix state's cotangents, into which every branch and chunk adds; None: float32 or wider.
+      mesh: devices to run on, its axes any of data, context, fsdp, tensor (see `replay.mesh`); None: where the arrays
+        are. Parameters and gradients are split as `replay.param_shardings` says, the batch is copied to all.
 
     Returns: f(params, batch) -> ((loss, metrics), grads); grads have the parameters' structure and dtypes and are
     accumulated in float32 or wider. Pure; wrap it in `jax.jit`.
@@ -62,8 +77,11 @@ def value_and_grad(
         temperature,
         prefix,
         response_buckets,
+        compute_dtype,
+        state_dtype,
+        cotangent_dtype,
     )
-    return grad_function(as_objective(objective), model, options)
+    return grad_function(as_objective(objective), model, options, mesh=mesh)
 
 
 def per_token_logps(
@@ -74,6 +92,9 @@ def per_token_logps(
     temperature: float = 1.0,
     prefix: str = "prompt",
     response_buckets: tuple[int, ...] = (),
+    compute_dtype: str | None = None,
+    state_dtype: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Callable[[Params, Batch], tuple[Array, Array]]:
     """Scoring pass: f(params, batch) -> (per_token_logps, entropies) [B, G, R], no gradient, each prompt run once.
 
@@ -87,13 +108,22 @@ def per_token_logps(
         temperature=temperature,
         prefix=prefix,
         response_buckets=response_buckets,
+        compute_dtype=compute_dtype,
+        state_dtype=state_dtype,
     )
+
+    def score(local: ModelConfig, params: Params, batch: Batch):
+        logps, entropies = Engine(params, local, options, batch).score()
+        branches = batch.completion_ids.shape[1]
+        return logps[:, :branches], entropies[:, :branches]
+
+    run: Callable[[Params, Batch], tuple[Array, Array]] = functools.partial(score, one_device(model, options))
+    if mesh is not None:
+        run = on_mesh(score, model, mesh, options, lambda _: PartitionSpec())
 
     def f(params: Params, batch: Batch):
         check_params(model, params)
         check_shapes(batch)
-        logps, entropies = Engine(params, model, options, batch).score()
-        branches = batch.completion_ids.shape[1]
-        return logps[:, :branches], entropies[:, :branches]
+        return run(params, batch)
 
     return f
