@@ -153,9 +153,11 @@ def test_what_a_family_cannot_express():
     assert "gemma2 has a whole query_pre_attn_scalar, not 1.5" in reasons(
         family="gemma2", **{**GEMMA, "query_pre_attn_scalar": 1.5}
     )
-    assert "mistral does not have sliding attention in some" in reasons(family="mistral", blocks=(FULL, SLIDING))
+    assert "block 0 has no sliding window, and others have" in reasons(family="mistral", blocks=(FULL, SLIDING))
+    assert "block 1 has a sliding window, which llama does not have" in reasons(blocks=(FULL, SLIDING))
     wider = dataclasses.replace(SLIDING, window=7)
-    assert "windows 5, 7 differ" in reasons(family="mistral", blocks=(wider, SLIDING))
+    differing = reasons(family="mistral", blocks=(wider, SLIDING))
+    assert "block 0 has another sliding window than 5, which others have" in differing
     assert "gemma3_text needs rotary" in reasons(family="gemma3_text", qk_norm=True, **GEMMA)
     assert "rotates sliding blocks, and only those" in reasons(
         family="gemma3_text", qk_norm=True, local_rope_theta=9.0, blocks=(FULL, SLIDING), **GEMMA

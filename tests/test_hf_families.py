@@ -1,12 +1,15 @@
 """What config.json means in each family: windows, soft-caps, both rotary spellings, and what transformers assumes where
 it is silent. Needs no tensors; tests/test_hf_golden.py compares values."""
 
+import copy
+import json
 import math
 
 import pytest
 from hf_raw import GEMMA2, GEMMA3, MISTRAL, QWEN2, QWEN3, RAW
 
-from lsfuse.io.hf_config import config_from_hf
+from lsfuse.io.hf_config import config_from_hf, config_to_hf
+from lsfuse.io.hf_families import ARCHITECTURES
 from lsfuse.model import RopeScaling
 
 
@@ -102,3 +105,58 @@ def test_what_a_family_does_not_have_is_refused(change, parts):
         config_from_hf(RAW | change)
     for part in ("config.json", *parts):
         assert part in str(caught.value)
+
+
+def _places(value, path=()):
+    """Paths of all keys and list entries of a JSON value."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (*path, key)
+        if isinstance(inner, dict | list):
+            yield from _places(inner, (*path, key))
+
+
+@pytest.mark.parametrize("family", [*ARCHITECTURES, "nemotron-nas", "lsfuse"])
+def test_no_damaged_value_is_more_than_one_line(family):
+    """Every value of every key replaced by one of another type, or out of range: read, or refused by a ValueError."""
+    names = {"mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "gemma2": GEMMA2, "gemma3_text": GEMMA3}
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+    raw = RAW | names.get(family, {"rope_scaling": yarn})
+    if family in ("nemotron-nas", "lsfuse"):
+        raw = json.loads(json.dumps(config_to_hf(config_from_hf(raw), "float32", family)))
+    optional = ("rope_scaling", "rope_parameters", "layer_types", "quantization_config", "tie_word_embeddings")
+    optional += ("attention_bias", "use_sliding_window", "max_window_layers", "hidden_act", "hidden_activation")
+    places = [*_places(raw), *((key,) for key in optional if key not in raw)]
+    for *parents, last in places:
+        for value in (None, "false", True, -1, 1.5, math.inf, math.nan, 10**30, [1], ["a"], {"a": 1}):
+            damaged = copy.deepcopy(raw) | ({"use_sliding_window": True} if last == "max_window_layers" else {})
+            inner = damaged
+            for key in parents:
+                inner = inner[key]
+            inner[last] = value
+            try:
+                config_from_hf(damaged)
+            except ValueError as error:
+                assert "\n" not in str(error) and len(str(error)) < 500, error
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+        ({"rope_scaling": "yarn"}, "rope_scaling must be an object of keys and values, got 'yarn'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is more than the 10000 blocks"),
+        ({"hidden_size": math.inf}, "hidden_size must be an integer between 1 and 2147483647, got inf"),
+        ({"architectures": 3}, "architectures must be a list of texts, got 3"),
+    ],
+)
+def test_damaged_values_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(RAW | change)
+
+
+def test_of_two_spellings_of_the_kind_neither_wins_unseen():
+    older = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    with pytest.raises(ValueError, match="contradict each other"):
+        config_from_hf(RAW | older | {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}})
+    same = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0}}
+    assert config_from_hf(RAW | older | same).rope_scaling == RopeScaling("linear", 2.0)

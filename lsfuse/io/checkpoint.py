@@ -8,6 +8,7 @@ before when one is damaged.
 import contextlib
 import dataclasses
 import errno
+import logging
 import pathlib
 import re
 import shutil
@@ -90,6 +91,7 @@ class Checkpoints:
         manifest = Manifest(step, dict(self._config), dict(info or {}), described)
         arrays = {n: x for n, x in zip(described, leaves, strict=True) if x.size}
         path = self.path(step)
+        logging.getLogger("absl").addFilter(_said_once)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._sweep()
@@ -220,6 +222,11 @@ def _context(partial: bool = False) -> Iterator[None]:
     context.pytree.loading.partial_load = partial
     with context:
         yield
+
+
+def _said_once(record: logging.LogRecord) -> bool:
+    """False for the tracebacks that orbax's threads log, even later, of errors that its calls raise as well."""
+    return not (record.exc_info and "orbax" in record.pathname)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lsfuse.io.hf_values import integer
+from lsfuse.io.hf_nemotron import first_block, why_not_table
+from lsfuse.io.hf_values import boolean, integer, mapping, texts
 from lsfuse.model.config import BlockConfig, ModelConfig
 
 ARCHITECTURES = {
@@ -14,6 +15,7 @@ ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
+MAX_BLOCKS = 10_000
 GEMMA = ("gemma2", "gemma3_text")
 # Families with one key, attention_bias, for all attention projections.
 ATTENTION_BIAS = ("llama", "qwen3", *GEMMA)
@@ -60,9 +62,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 def find_family(raw: Mapping[str, Any]) -> str:
     """The `model_type`. Raises ValueError for one, or for an architecture, that is not supported."""
-    named = raw.get("architectures") or []
+    named = texts(raw, "architectures") or []
     family = raw.get("model_type") or next((f for f, a in ARCHITECTURES.items() if a in named), None)
-    if family not in ARCHITECTURES:
+    if not isinstance(family, str) or family not in ARCHITECTURES:
         supported = ", ".join((*ARCHITECTURES, "nemotron-nas"))
         raise ValueError(f"model_type {family!r} (architectures {named}) is not supported; supported: {supported}")
     if named and ARCHITECTURES[family] not in named:
@@ -75,14 +77,14 @@ def find_family(raw: Mapping[str, Any]) -> str:
 
 def refuse_unsupported(raw: Mapping[str, Any], family: str) -> None:
     """Raises ValueError for keys that would change the computation in a way that is not supported."""
-    if raw.get("quantization_config"):
-        method = dict(raw["quantization_config"]).get("quant_method", "unknown")
+    if quantization := mapping(raw, "quantization_config"):
+        method = quantization.get("quant_method", "unknown")
         raise ValueError(
             f"the checkpoint is quantised (quant_method {method!r}), which is not supported; use the original"
         )
-    if raw.get("rope_interleaved"):
+    if boolean(raw, "rope_interleaved"):
         raise ValueError("rope_interleaved true is not supported; supported: rotary pairs in halves (false)")
-    if raw.get("use_bidirectional_attention"):
+    if boolean(raw, "use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention true is not supported; supported: causal attention (false)")
     if family == "gemma3_text" and raw.get("attn_logit_softcapping") is not None:
         raise ValueError(
@@ -105,6 +107,8 @@ def family_features(family: str, hidden_size: int) -> dict[str, Any]:
 def blocks_from_hf(raw: Mapping[str, Any], family: str, kv_heads: int) -> tuple[BlockConfig, ...]:
     """The blocks, from `layer_types` or the family's own keys. raw: with the defaults filled in."""
     count, width = integer(raw, "num_hidden_layers"), integer(raw, "intermediate_size")
+    if count > MAX_BLOCKS:  # a block is an object: a damaged number would fill the memory with them
+        raise ValueError(f"num_hidden_layers {count} is more than the {MAX_BLOCKS} blocks a model may have")
     window = _window(raw, family)
     local = family == "gemma3_text"
     full = BlockConfig("full", kv_heads, width)
@@ -122,7 +126,7 @@ def blocks_from_hf(raw: Mapping[str, Any], family: str, kv_heads: int) -> tuple[
 
 
 def _window(raw: Mapping[str, Any], family: str) -> int | None:
-    if family == "llama" or (family in ("qwen2", "qwen3") and not raw.get("use_sliding_window")):
+    if family == "llama" or (family in ("qwen2", "qwen3") and not boolean(raw, "use_sliding_window")):
         return None
     return None if raw.get("sliding_window") is None else integer(raw, "sliding_window")
 
@@ -136,12 +140,11 @@ def _layer_types(raw: Mapping[str, Any], family: str, count: int, window: int | 
         pattern = 2 if family == "gemma2" else integer(raw, "sliding_window_pattern", 6)
         expected = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(count)]
     else:
-        first = count if window is None else raw.get("max_window_layers", count)
+        first = count if window is None else _first_window(raw, count)
         expected = ["sliding_attention" if i >= first else "full_attention" for i in range(count)]
-    given = raw.get("layer_types")
+    given = texts(raw, "layer_types")
     if given is None:
         return expected
-    given = [str(kind) for kind in given]
     if family in ("llama", "mistral") and given != expected:
         raise ValueError(
             f"layer_types {', '.join(sorted(set(given)))} are not supported for model_type {family!r} with a window of"
@@ -154,6 +157,11 @@ def _layer_types(raw: Mapping[str, Any], family: str, count: int, window: int | 
     if len(given) != count:
         raise ValueError(f"layer_types names {len(given)} blocks, num_hidden_layers is {count}")
     return given
+
+
+def _first_window(raw: Mapping[str, Any], count: int) -> int:
+    """Qwen's `max_window_layers`: the blocks before the first with a window; 0 is all of them with one."""
+    return 0 if raw.get("max_window_layers") == 0 else integer(raw, "max_window_layers", count)
 
 
 def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -180,19 +188,11 @@ def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def why_not_standard(config: ModelConfig) -> list[str]:
     """Why the model cannot be written as one of its Hugging Face family; empty if it can."""
-    reasons = []
-    if len({block.structure for block in config.blocks}) > 1:
-        reasons.append("blocks differ from each other")
-    if any(not block.has_attention for block in config.blocks):
-        reasons.append("a block has no attention")
-    if not all(block.has_ffn for block in config.blocks):
-        reasons.append("a block has no FFN")
-    if any(block.ffn != "gated" for block in config.blocks):
-        reasons.append("a block's FFN is not gated")
-    if any(block.parallel for block in config.blocks):
-        reasons.append("attention and FFN of a block run in parallel")
-    if any(block.beside for block in config.blocks):
-        reasons.append("blocks run in parallel")
+    first = config.blocks[0].structure
+    reasons = first_block(config, lambda b: b.structure != first, "differs from block 0")
+    reasons += first_block(config, lambda b: not b.has_attention, "has no attention")
+    reasons += first_block(config, lambda b: not b.has_ffn, "has no FFN")
+    reasons += why_not_table(config)
     if config.family not in ARCHITECTURES:
         return [*reasons, f"family {config.family!r} is none of {', '.join(ARCHITECTURES)}"]
     return reasons + _unlike_family(config)
@@ -229,11 +229,18 @@ def _unlike_windows(config: ModelConfig) -> list[str]:
     kinds = {block.attention for block in config.blocks if block.has_attention}
     windows = {block.window for block in config.blocks if block.window is not None}
     if len(windows) > 1:
-        reasons.append(f"windows {', '.join(map(str, sorted(windows)))} differ; {family} has one")
-    if windows and (family == "llama" or (family == "mistral" and len(kinds) > 1)):
-        reasons.append(f"{family} does not have sliding attention in some blocks")
+        one = min(windows)
+        what = f"has another sliding window than {one}, which others have; {family} has one for all"
+        reasons += first_block(config, lambda b: b.window not in (None, one), what)
+    if windows and family == "llama":
+        what = "has a sliding window, which llama does not have"
+        reasons += first_block(config, lambda b: b.window is not None, what)
+    if windows and family == "mistral" and len(kinds) > 1:
+        what = "has no sliding window, and others have; mistral has it in all blocks or none"
+        reasons += first_block(config, lambda b: b.window is None, what)
     if (config.local_rope_theta is not None) != local:
         reasons.append(f"{family} {'needs' if local else 'has no'} rotary embedding of its own for sliding blocks")
-    if any(block.local_rope != (local and block.attention == "sliding") for block in config.blocks):
-        reasons.append(f"{family} {'rotates sliding blocks, and only those,' if local else 'does not rotate'} locally")
+    rule = "rotates sliding blocks, and only those," if local else "does not rotate"
+    what = f"has local_rope or lacks it; {family} {rule} locally"
+    reasons += first_block(config, lambda b: b.local_rope != (local and b.attention == "sliding"), what)
     return reasons

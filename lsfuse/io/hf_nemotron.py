@@ -4,9 +4,10 @@
 with `intermediate_size`, or the older `ffn_mult`, or `no_op`. Everything else in config.json is Llama's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from lsfuse.io.hf_values import boolean, integer, mapping, number
 from lsfuse.model.config import BlockConfig, ModelConfig
 
 TYPE, ARCHITECTURE = "nemotron-nas", "DeciLMForCausalLM"
@@ -39,26 +40,30 @@ def blocks_from_nemotron(raw: Mapping[str, Any], num_heads: int, hidden_size: in
         raise ValueError(f"block_configs has {len(table)} blocks, num_hidden_layers is {count}")
     blocks = []
     for i, entry in enumerate(table):
-        attention, ffn = dict(entry.get("attention") or {}), dict(entry.get("ffn") or {})
-        if ffn.get("replace_with_linear"):
-            raise ValueError(f"block_configs[{i}]: ffn is replaced by a linear layer, which is not supported")
-        kv_heads, width = 0, 0
-        linear = bool(attention.get("replace_with_linear"))
-        if not (attention.get("no_op") or linear):
-            group = attention.get("n_heads_in_group")
-            if not isinstance(group, int) or group < 1 or num_heads % group:
-                raise ValueError(f"block_configs[{i}]: n_heads_in_group {group!r} must divide the {num_heads} heads")
-            kv_heads = num_heads // group
-        if not ffn.get("no_op"):
-            size, mult = ffn.get("intermediate_size"), ffn.get("ffn_mult")
-            if size is None and mult is None:
-                raise ValueError(f"block_configs[{i}]: ffn has neither intermediate_size nor ffn_mult, and is no no_op")
-            width = int(size) if size is not None else width_of_mult(float(mult or 0), hidden_size)
-            if width < 1:
-                raise ValueError(f"block_configs[{i}]: FFN width {width} must be at least 1")
-        kind = "linear_map" if linear else "full" if kv_heads else "none"
-        blocks.append(BlockConfig(kind, kv_heads or 1, width))
+        try:
+            blocks.append(_block(mapping({"block": entry}, "block"), num_heads, hidden_size))
+        except ValueError as error:
+            raise ValueError(f"block_configs[{i}]: {error}") from None
     return tuple(blocks)
+
+
+def _block(entry: Mapping[str, Any], num_heads: int, hidden_size: int) -> BlockConfig:
+    attention, ffn = mapping(entry, "attention"), mapping(entry, "ffn")
+    if boolean(ffn, "replace_with_linear"):
+        raise ValueError("ffn is replaced by a linear layer, which is not supported")
+    kv_heads, width = 0, 0
+    linear = boolean(attention, "replace_with_linear")
+    if not (boolean(attention, "no_op") or linear):
+        group = attention.get("n_heads_in_group")
+        if type(group) is not int or group < 1 or num_heads % group:
+            raise ValueError(f"n_heads_in_group {group!r} must divide the {num_heads} heads")
+        kv_heads = num_heads // group
+    if not boolean(ffn, "no_op"):
+        size, mult = ffn.get("intermediate_size"), ffn.get("ffn_mult")
+        if size is None and mult is None:
+            raise ValueError("ffn has neither intermediate_size nor ffn_mult, and is no no_op")
+        width = integer(ffn, "intermediate_size", width_of_mult(number(ffn, "ffn_mult", 1.0), hidden_size))
+    return BlockConfig("linear_map" if linear else "full" if kv_heads else "none", kv_heads or 1, width)
 
 
 def blocks_to_nemotron(config: ModelConfig) -> list[dict[str, Any]]:
@@ -70,24 +75,35 @@ def blocks_to_nemotron(config: ModelConfig) -> list[dict[str, Any]]:
         attention["n_heads_in_group"] = config.num_heads // block.num_kv_heads if block.has_attention else None
         ffn: dict[str, Any] = {"no_op": not block.has_ffn, "replace_with_linear": False}
         ffn["intermediate_size"] = block.ffn_width or None
-        ffn["ffn_mult"] = mult_of_width(block.ffn_width, config.hidden_size) if block.has_ffn else None
+        mult = mult_of_width(block.ffn_width, config.hidden_size) if block.has_ffn else None
+        if mult is not None:  # null is no width, and a reader that takes ffn_mult first would stumble over it
+            ffn["ffn_mult"] = mult
         table.append({"attention": attention, "ffn": ffn})
     return table
 
 
+def first_block(config: ModelConfig, has: Callable[[BlockConfig], bool], what: str) -> list[str]:
+    """A reason that names the first block that is so, and says how many more there are; none if there is none."""
+    found = [i for i, block in enumerate(config.blocks) if has(block)]
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    return [f"block {found[0]} {what}{more}"] if found else []
+
+
+def why_not_table(config: ModelConfig) -> list[str]:
+    """What no format but our own has: whatever runs in parallel, plain FFNs."""
+    return [
+        *first_block(config, lambda b: b.ffn != "gated", "has an FFN that is not gated"),
+        *first_block(config, lambda b: b.parallel, "runs attention and FFN in parallel"),
+        *first_block(config, lambda b: b.beside, "runs in parallel with the one before it"),
+    ]
+
+
 def why_not_nemotron(config: ModelConfig) -> list[str]:
     """Why the model cannot be written as nemotron-nas; empty if it can."""
-    reasons = []
-    if any(b.parallel for b in config.blocks):
-        reasons.append("attention and FFN of a block run in parallel")
-    if any(b.beside for b in config.blocks):
-        reasons.append("blocks run in parallel")
-    if any(b.has_linear_map for b in config.blocks) and (config.qkv_bias or config.o_bias):
-        reasons.append("a linear map in place of attention has a bias")
-    if any(b.window is not None for b in config.blocks):
-        reasons.append("a block has a sliding window")
-    if any(b.ffn != "gated" for b in config.blocks):
-        reasons.append("a block's FFN is not gated")
+    reasons = why_not_table(config)
+    biased = config.qkv_bias or config.o_bias
+    reasons += first_block(config, lambda b: b.has_linear_map and biased, "has a linear map with a bias for attention")
+    reasons += first_block(config, lambda b: b.window is not None, "has a sliding window")
     if config.qkv_bias != config.o_bias:
         reasons.append("nemotron-nas has biases on all attention projections or none")
     if config.qk_norm or config.post_norms or config.norm_offset:

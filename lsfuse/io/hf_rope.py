@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lsfuse.io.hf_values import integer, number, optional_number
+from lsfuse.io.hf_values import boolean, integer, mapping, number, optional_number
 from lsfuse.model.config import RopeScaling
 
 Rope = tuple[float, RopeScaling | None]
@@ -18,7 +18,7 @@ def rope_from_hf(raw: Mapping[str, Any], length: int) -> Rope:
 
     As in transformers the dict that is not null counts, and what it says of theta goes before the key beside it.
     """
-    rope = _merged(raw, raw.get("rope_parameters") or {})
+    rope = _merged(raw, mapping(raw, "rope_parameters"))
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(f"rope parameters per layer type ({', '.join(rope)}) are not supported, only one set for all")
     return number({**raw, **rope}, "rope_theta", 10000.0), _scaling(raw, rope, length)
@@ -26,21 +26,24 @@ def rope_from_hf(raw: Mapping[str, Any], length: int) -> Rope:
 
 def layered_rope_from_hf(raw: Mapping[str, Any], length: int) -> tuple[Rope, Rope]:
     """Gemma 3's two: of its full and of its sliding blocks. The older spelling rescales the former alone."""
-    newer = dict(raw.get("rope_parameters") or {})
+    newer = mapping(raw, "rope_parameters")
     if unknown := sorted(newer.keys() - set(_LAYER_TYPES)):
         raise ValueError(
             f"rope_parameters of this model are by layer type ({', '.join(_LAYER_TYPES)}); {', '.join(unknown)} is not"
             " supported beside them"
         )
-    full = _merged(raw, newer.get("full_attention") or {})
-    local = dict(newer.get("sliding_attention") or {})
+    full = _merged(raw, mapping(newer, "full_attention"))
+    local = mapping(newer, "sliding_attention")
     theta = number({**raw, **full}, "rope_theta", 1_000_000.0)
     local_theta = number({"rope_theta": raw.get("rope_local_base_freq"), **local}, "rope_theta", 10_000.0)
     return (theta, _scaling(raw, full, length)), (local_theta, _scaling({}, local, length))
 
 
-def _merged(raw: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
-    older = raw.get("rope_scaling") or {}
+def _merged(raw: Mapping[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
+    older = mapping(raw, "rope_scaling")
+    for rope in (older, newer):  # of two kinds in two spellings, neither may win unseen
+        if "type" in rope:
+            rope.setdefault("rope_type", rope["type"])
     differ = [k for k in older.keys() & newer.keys() if older[k] != newer[k]]
     if differ:
         raise ValueError(f"rope_scaling {older} and rope_parameters {newer} contradict each other; keep one")
@@ -51,7 +54,7 @@ def _scaling(raw: Mapping[str, Any], rope: Mapping[str, Any], length: int) -> Ro
     partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor {partial} is not supported; supported: 1 (all of head_dim)")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = "default" if rope.get("rope_type") is None else rope["rope_type"]
     if kind == "default":
         return None
     if kind == "linear":
@@ -69,7 +72,7 @@ def _scaling(raw: Mapping[str, Any], rope: Mapping[str, Any], length: int) -> Ro
             beta_fast=number(rope, "beta_fast", 32.0),
             beta_slow=number(rope, "beta_slow", 1.0),
             attention_factor=_attention_factor(rope, factor),
-            truncate=bool(rope.get("truncate", True)),
+            truncate=boolean(rope, "truncate", True),
         )
     raise ValueError(f"rope type {kind!r} is not supported; supported: default, linear, llama3, yarn")
 
@@ -100,12 +103,21 @@ def rope_scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     return raw
 
 
+def rope_to_hf(rope: Rope) -> dict[str, Any]:
+    """The inverse of `rope_from_hf`, in both spellings: tools read one or the other."""
+    scaling = rope_scaling_to_hf(rope[1])
+    newer = {"rope_theta": rope[0], **(scaling or {"rope_type": "default"})}
+    return {"rope_theta": rope[0], "rope_scaling": scaling, "rope_parameters": newer}
+
+
 def layered_rope_to_hf(full: Rope, local: Rope) -> dict[str, Any]:
-    """The inverse of `layered_rope_from_hf`; in the older spelling, which all versions read, where that can say it."""
-    if local[1] is None:
-        return {"rope_theta": full[0], "rope_local_base_freq": local[0], "rope_scaling": rope_scaling_to_hf(full[1])}
+    """The inverse of `layered_rope_from_hf`, in both spellings where the older one can say it."""
     parameters = {
         name: {"rope_theta": theta, **(rope_scaling_to_hf(scaling) or {"rope_type": "default"})}
         for name, (theta, scaling) in zip(_LAYER_TYPES, (full, local), strict=True)
     }
-    return {"rope_parameters": parameters}
+    newer = {"rope_parameters": parameters}
+    if local[1] is not None:
+        return newer
+    older = {"rope_theta": full[0], "rope_local_base_freq": local[0], "rope_scaling": rope_scaling_to_hf(full[1])}
+    return {**older, **newer}

@@ -22,7 +22,7 @@ from flax import traverse_util
 from jax import lax
 
 from lsfuse.io.hf_arrays import cast, transpose
-from lsfuse.io.hf_config import config_to_hf, read_config, why_not_family
+from lsfuse.io.hf_config import as_format, config_to_hf, read_config, why_not_family
 from lsfuse.io.hf_load import INDEX, SINGLE
 from lsfuse.io.hf_names import TensorSpec, tensor_specs
 from lsfuse.io.hf_safetensors import FLOAT_DTYPES, TensorPlan, header_bytes, write_file
@@ -63,6 +63,7 @@ def save_hf(
     dtype: Any = None,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
+    format: str = "auto",
 ) -> None:
     """Writes a checkpoint that `load_hf` and, where the family can express the model, transformers read.
 
@@ -73,8 +74,11 @@ def save_hf(
         tokenizer: its files go along.
         dtype: of the tensors written; None keeps each leaf's, bit for bit.
         max_shard_bytes: files are split so that none holds more tensor bytes, unless one tensor alone does.
+        format: "auto": as the model's family, or, where that cannot express it, as our own, which no other library
+            reads; "lsfuse": as our own; or a model_type ("nemotron-nas", "llama", …): as that family, or not at all.
 
     Raises:
+        ValueError: a format that cannot express the model, naming block and reason.
         ValueError: parameters that do not fit `config` or are quantised, a dtype that is not floating, a tokenizer of
             more ids than the model's vocabulary.
         FileExistsError: the folder holds something else.
@@ -82,6 +86,7 @@ def save_hf(
     """
     check_params(config, params)
     check_trainable(params)
+    config = as_format(config, format)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {config.vocab_size}")
     if max_shard_bytes < 1:
@@ -94,7 +99,7 @@ def save_hf(
     _recover(target, saving, previous)
     same_model = _check_target(target, config, overwrite)
     _check_space(target.parent, shards)
-    if reasons := why_not_family(config):
+    if format == "auto" and (reasons := why_not_family(config)):
         _log.warning("%s: transformers cannot load this model (%s); load_hf can", target, "; ".join(reasons))
     saving.mkdir()
     try:
@@ -102,7 +107,7 @@ def save_hf(
             tokenizer.save(saving)
         elif same_model:
             _copy_tokenizer(target, saving)
-        _write(saving, config, leaves, shards)
+        _write(saving, config_to_hf(config, _common_dtype(shards), format), leaves, shards)
         if target.exists():
             os.rename(target, previous)
         os.rename(saving, target)
@@ -185,10 +190,14 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _write(folder: Path, config: ModelConfig, leaves: dict, shards: Sequence[_Shard]) -> None:
-    dtypes = {plan.name: plan.dtype for shard in shards for plan in shard.plans}
-    named = max(set(dtypes.values()), key=list(dtypes.values()).count).name
-    _write_json(folder / "config.json", config_to_hf(config, named))
+def _common_dtype(shards: Sequence[_Shard]) -> str:
+    dtypes = [plan.dtype for shard in shards for plan in shard.plans]
+    return max(set(dtypes), key=dtypes.count).name
+
+
+def _write(folder: Path, content: dict[str, Any], leaves: dict, shards: Sequence[_Shard]) -> None:
+    """content: of config.json."""
+    _write_json(folder / "config.json", content)
     for shard in shards:
         pairs = zip(shard.specs, shard.plans, strict=True)
         pieces = (piece for spec, plan in pairs for piece in _rows(leaves[spec.path], spec, plan.dtype))
