@@ -21,6 +21,7 @@ Writes table.txt, rows.csv, rows.json and bench.png into --out.
 import dataclasses
 import pathlib
 import platform
+import sys
 import time
 from collections.abc import Callable
 
@@ -31,13 +32,13 @@ import numpy as np
 from absl import app, flags
 from jax import lax
 
-from experiments import roofline
-from experiments.tables import write_table
+from experiments.tables import check_out, write_table
 from lsfuse import model as models
 from lsfuse.kernels import tail_attention
 from lsfuse.replay import state_bytes_per_token
 from lsfuse.rl import decode as decoding
 from lsfuse.rl.sampler import branch_keys
+from lsfuse.train import roofline
 from lsfuse.types import Array, Params
 
 matplotlib.use("Agg")
@@ -260,7 +261,6 @@ def table(rows: list[Row], rates: dict[str, float]) -> tuple[str, dict[str, floa
 
 
 def save(out: pathlib.Path, rows: list[Row], text: str, setting: dict) -> None:
-    write_table(out, text, [dataclasses.asdict(r) for r in rows], setting)
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
     first = [r for r in rows if r.clock == rows[0].clock]
     for axis, values, title in (
@@ -271,11 +271,15 @@ def save(out: pathlib.Path, rows: list[Row], text: str, setting: dict) -> None:
         axis.bar_label(axis.containers[0], fmt="%.3g")
         axis.set_title(title)
     figure.suptitle(f"P {setting['P']}, R {setting['R']}, G {setting['G']}")
-    figure.savefig(out / "bench.png", dpi=130)
+    write_table(out, text, [dataclasses.asdict(r) for r in rows], setting, {"bench.png": figure})
 
 
 def main(argv: list[str]) -> None:
     del argv
+    try:
+        out = check_out(_OUT.value)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     prompt, steps, branches = _P.value, _R.value, _G.value
     heads = _D.value // 64
     model = models.ModelConfig(
@@ -301,8 +305,8 @@ def main(argv: list[str]) -> None:
         text, result = table(own, rates)
         rows, texts, setting = rows + own, [*texts, text], setting | {clock: rates | result}
     print("\n\n".join(texts))
-    save(pathlib.Path(_OUT.value), rows, "\n\n".join(texts), setting)
-    print(f"written to {_OUT.value}")
+    save(out, rows, "\n\n".join(texts), setting)
+    print(f"written to {out}")
 
 
 if __name__ == "__main__":

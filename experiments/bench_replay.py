@@ -9,6 +9,7 @@ float32. All modes are timed in turn, within one run. Writes table.txt, rows.csv
 import dataclasses
 import pathlib
 import platform
+import sys
 import time
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import optax
 from absl import app, flags
 
-from experiments.tables import write_table
+from experiments.tables import check_out, write_table
 from lsfuse import model as models
 from lsfuse import replay
 from lsfuse.rl import reinforce
@@ -70,7 +71,6 @@ def compile_training_step(model: models.ModelConfig, params: Params, batch: repl
 
 
 def save(out: pathlib.Path, rows: list[measure.Measured], text: str, setting: dict) -> None:
-    write_table(out, text, [dataclasses.asdict(r) for r in rows], setting)
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
     names = [r.mode for r in rows]
     for axis, values, title in (
@@ -82,11 +82,15 @@ def save(out: pathlib.Path, rows: list[measure.Measured], text: str, setting: di
         axis.bar_label(axis.containers[0], fmt="%.3g")
         axis.set_title(title)
     figure.suptitle(f"P {setting['P']}, R {setting['R']}, G {setting['G']}")
-    figure.savefig(out / "bench.png", dpi=130)
+    write_table(out, text, [dataclasses.asdict(r) for r in rows], setting, {"bench.png": figure})
 
 
 def main(argv: list[str]) -> None:
     del argv
+    try:
+        out = check_out(_OUT.value)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     for mode in _MODES.value:
         if mode not in ("dense", "exact", "stop"):
             raise app.UsageError(f"--modes: {mode!r} is none of dense, exact, stop; --n times an int")
@@ -117,8 +121,8 @@ def main(argv: list[str]) -> None:
         setting["training_step_compile_seconds"] = compile_training_step(model, params, batch, **options)
         text += f"\nexact step with AdamW compiles in {setting['training_step_compile_seconds']:.1f} s"
     print(text)
-    save(pathlib.Path(_OUT.value), rows, text, setting)
-    print(f"written to {_OUT.value}")
+    save(out, rows, text, setting)
+    print(f"written to {out}")
 
 
 if __name__ == "__main__":

@@ -42,12 +42,24 @@ def read_run(folder: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]
     for name in ("config.json", "metrics.jsonl"):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no {name}; give work directories of experiments.launch")
-    config = traverse_util.flatten_dict(json.loads((folder / "config.json").read_text()), sep=".")
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be half written
+    config = traverse_util.flatten_dict(_parsed((folder / "config.json").read_text(), folder / "config.json"), sep=".")
+    lines = enumerate((folder / "metrics.jsonl").read_text().splitlines(), 1)
+    records = [  # the last may be half written
+        _parsed(line, f"{folder / 'metrics.jsonl'}, line {i}") for i, line in lines if line.endswith("}")
+    ]
     if not records:
         raise ValueError(f"{folder}/metrics.jsonl is empty; the run has not made a step")
     return config, records
+
+
+def _parsed(text: str, where: object) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where} cannot be read ({error}); leave the run out, or put the file back") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} cannot be read (it holds {type(value).__name__}, not an object)")
+    return value
 
 
 def group_runs(folders: Sequence[pathlib.Path]) -> dict[str, list[list[dict[str, Any]]]]:
@@ -133,8 +145,11 @@ def main(argv: list[str]) -> None:
     rows = make_rows(groups)
     text, out = table(rows), pathlib.Path(_OUT.value)
     print(text)
-    write_table(out, text, rows, {"runs": [str(f) for f in folders]})
-    plot(groups, out / "curves.png")
+    try:
+        write_table(out, text, rows, {"runs": [str(f) for f in folders]})
+        plot(groups, out / "curves.png")
+    except OSError as error:
+        sys.exit(f"error: {error.strerror}: {error.filename or out}; give another folder with --out")
     print(f"written to {out}")
 
 

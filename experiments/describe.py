@@ -11,14 +11,13 @@ bytes of their weights. --tensor_parallel=N: an error if N devices cannot share 
 table.txt, rows.csv and rows.json.
 """
 
-import json
 import pathlib
 import sys
 
 import jax.numpy as jnp
 from absl import app, flags
 
-from experiments.tables import write_table
+from experiments.tables import check_out, write_table
 from lsfuse.fusion import describe
 from lsfuse.io.hf_config import config_from_hf, read_config, read_json
 from lsfuse.io.hf_load import resolve_hf
@@ -44,8 +43,16 @@ def read_model(path: str, table: str | None) -> ModelConfig:
 
 
 def from_table(entry: dict, source: str) -> ModelConfig:
-    """A nemotron-nas model from a published table; sizes that the table leaves out are those of Llama."""
-    heads = entry["config"]["num_attention_heads"]
+    """A nemotron-nas model from a published table; sizes that the table leaves out are those of Llama.
+
+    Raises: ValueError for a table that has not that form.
+    """
+    heads = entry["config"].get("num_attention_heads") if isinstance(entry["config"], dict) else None
+    if type(heads) is not int or heads < 1:
+        raise ValueError(f'{source}: "config" needs "num_attention_heads", a whole number from 1, got {heads!r}')
+    for i, row in enumerate(entry["blocks"] if isinstance(entry["blocks"], list) else [entry["blocks"]]):
+        if not isinstance(row, list) or len(row) < 2 or any(type(n) is not int or n < 0 for n in row[:2]):
+            raise ValueError(f"{source}: block {i} must be [kv heads, FFN width, …], whole numbers, got {row!r}")
     blocks = [
         {
             "attention": {"no_op": not kv, "n_heads_in_group": heads // kv if kv else None},
@@ -76,13 +83,14 @@ def report(config: ModelConfig, devices: int, dtype: str) -> str:
 def main(argv: list[str]) -> None:
     del argv
     try:
+        out = check_out(flags.FLAGS.out) if flags.FLAGS.out else None
         config = read_model(flags.FLAGS.model, flags.FLAGS.table)
         describe.check_tensor_parallel(config, flags.FLAGS.tensor_parallel)
         text = report(config, flags.FLAGS.devices, flags.FLAGS.dtype)
-    except (ValueError, OSError, KeyError, json.JSONDecodeError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(text)
-    if flags.FLAGS.out:
+    if out:
         stages = describe.place(config, flags.FLAGS.devices, flags.FLAGS.dtype)
         device = [n for n, s in enumerate(stages) for _ in range(s.first, s.last + 1)]
         rows = [
@@ -94,8 +102,8 @@ def main(argv: list[str]) -> None:
             "dtype": flags.FLAGS.dtype,
             **describe.summarize(config, flags.FLAGS.dtype),
         }
-        write_table(pathlib.Path(flags.FLAGS.out), text, rows, setting)
-        print(f"written to {flags.FLAGS.out}")
+        write_table(out, text, rows, setting)
+        print(f"written to {out}")
 
 
 def define_flags() -> None:

@@ -16,6 +16,8 @@ it was raised. Anything else is a bug and keeps its trace.
 import pathlib
 import sys
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 from absl import app, flags
 from ml_collections import config_flags
@@ -32,6 +34,7 @@ _PROFILE = flags.DEFINE_bool("profile", False, "Trace two RL steps into WORKDIR/
 _TENSORBOARD = flags.DEFINE_bool("tensorboard", False, "Write TensorBoard events into WORKDIR/tensorboard.")
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where a user's error was raised.")
 
+_SET_UP: dict[Any, Callable[..., object]] = {"distil": train.set_up_distillation, "fuse": train.set_up_fusion}
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
@@ -73,6 +76,11 @@ def main() -> None:
         one(_CONFIG.value, _WORKDIR.value)
         return
     runs = list(train.sweep(_CONFIG.value, train.parse_sweep(_SWEEP.value, train.schema_of(_CONFIG.value))))
+    for name, config in runs:  # a combination that cannot run is found before the first one starts
+        try:
+            _SET_UP.get(config.get("program"), train.set_up)(config)
+        except ValueError as error:
+            raise ValueError(f"--sweep, {name}: {error}") from None
     for i, (name, config) in enumerate(runs):
         workdir = None if _WORKDIR.value is None else pathlib.Path(_WORKDIR.value) / name
         print(f"run {i + 1} of {len(runs)}: {name}", flush=True)

@@ -2,7 +2,8 @@
 
     python -m experiments.plan_fusion --model=../SmolLM2-135M-Instruct --text=../shared/data/wikitext2/valid.txt
 
-Every way of saving up to --saved blocks at one place is scored by KL(parent ‖ child) on a few windows of the text:
+Every way of saving as many blocks as one of --saved's numbers at one place is scored by KL(parent ‖ child) on a few
+windows of the text:
 
     remove      the block is left out
     fuse        n blocks: the first keeps its attention, the others lose theirs, and their FFNs become one
@@ -11,14 +12,17 @@ Every way of saving up to --saved blocks at one place is scored by KL(parent ‖
     parallel    n whole blocks beside each other, attentions kept
 
 The rules save n blocks at one place (each kind, at the best place), or one place after the other (the cheapest a block
-saved, until n are; also of removals alone), or remove the attentions of least score one by one until the rule's spans
-save n. The planner takes the best of all combinations, `fusion.solve`; of the --shortlist combinations of least summed
-score it keeps the one that is best when scored as a whole, on the scored windows and --rescored more: on 256 tokens
-alone the order of near plans is chance. Every kind of rule is shown at the place that is best on the *held-out* text
-among its three best on the scored one: an advantage that only the rules get. "fused" plans run on one device; "any"
-adds parallel blocks, which save depth on several.
+saved, until n are; also of removals alone), remove the attentions of least score one by one until the rule's spans
+save n, remove those in a row that cost least in sum and fuse between them (`fusion.cheapest_run`), or take windows of
+whole blocks by their dependencies (`fusion.block_windows`). The planner's candidates are the --shortlist combinations
+of least summed score, `fusion.shortlist`, and the rules' plans, since sums only estimate what a plan costs. Of the
+--shortlist candidates that are best as a whole on the scored windows it takes the one that is best on these and
+--rescored more: on few tokens the order of near plans is chance. Every kind of rule is shown at the place that is best
+on the *held-out* text among its three best on the scored one: an advantage that only the rules get. "fused" plans run
+on one device; "any" adds parallel blocks, which save depth on several.
 
-Scores are kept in --out as they are found; a run that was interrupted goes on from them.
+The scores of single choices and of attentions, and dependencies, are kept in --out as they are found, and a run that
+was interrupted goes on from them; whole plans, on the scored, the further and the held-out windows, are scored anew.
 Writes table.txt, rows.csv, rows.json and plans.png into --out.
 """
 
@@ -26,40 +30,31 @@ import dataclasses
 import itertools
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import matplotlib
 import numpy as np
 from absl import app, flags
 
-from experiments.tables import write_table
+from experiments.plan_rules import (
+    GREEDY,
+    PAPERS,
+    PLANNER,
+    SETS,
+    check_saved,
+    make_choices,
+    rule_plans,
+    spell,
+)
+from experiments.tables import check_out, whole_numbers, write_table
 from lsfuse import fusion, io
-from lsfuse.fusion import Choice, Texts, Transform
+from lsfuse.fusion import Choice, Texts
 from lsfuse.model import ModelConfig
 from lsfuse.types import Params
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
-
-FUSED = ("keep", "remove", "fuse", "rule", "rule+")
-ANY = (*FUSED, "parallel")
-SETS = {"fused": FUSED, "any": ANY}
-PLANNER, GREEDY = "planner", "one after the other"
-# Rules that need no search over scored spans: the paper's, at the best place or where attention matters least, and
-# blocks left out.
-PAPERS = (
-    "one place: rule",
-    "one place: rule+",
-    "least attentions, rule",
-    "least attentions, rule+",
-    "one place: remove",
-    "blocks of least score",
-)
-# Blocks that a kind saves at one place at most: several removals are several choices, and more than three blocks beside
-# each other are far from what they were.
-MOST = {"remove": 1, "fuse": 4, "rule": 4, "rule+": 4, "parallel": 2}
-_TRIED = 3  # places of a rule that the held-out text may choose from
 
 Model = tuple[ModelConfig, Params]
 
@@ -79,34 +74,7 @@ class Row:
     held_out: float
 
 
-# --- choices ----------------------------------------------------------------------------------------------------------
-
-
-def transform(kind: str, n: int) -> Transform:
-    """What a kind makes of n blocks, taken as a model of their own."""
-    if kind == "remove":  # an empty block: the logits are those without it
-        return fusion.chain(fusion.remove_attention(range(n)), fusion.remove_ffn(range(n)))
-    if kind == "parallel":
-        return fusion.parallel_blocks([(0, n - 1)])
-    first, last = {"fuse": (1, n - 1), "rule": (0, n - 2), "rule+": (1, n - 2)}[kind]
-    return fusion.chain(fusion.remove_attention(range(first, n)), fusion.fuse_ffn([(0, last)]))
-
-
-def blocks_for(kind: str, saved: int) -> int:
-    """Blocks that a kind needs at one place to save so many."""
-    return saved + {"remove": 0, "fuse": 1, "rule": 2, "rule+": 2, "parallel": 1}[kind]
-
-
-def make_choices(num_blocks: int, saved_at_once: Sequence[int]) -> list[Choice]:
-    """Every kind at every place, unscored; costs: {"blocks": what is left of the place}."""
-    found = [Choice(i, i, "keep", 0.0, {"blocks": 1.0}) for i in range(num_blocks)]
-    for kind, saved in itertools.product(ANY[1:], saved_at_once):
-        if saved > MOST[kind]:
-            continue
-        n = blocks_for(kind, saved)
-        made, cost = transform(kind, n), {"blocks": float(n - saved)}
-        found += [Choice(i, i + n - 1, kind, np.nan, cost, made) for i in range(num_blocks - n + 1)]
-    return found
+# --- the planner and the rules ----------------------------------------------------------------------------------------
 
 
 def score(model: Model, choices: Sequence[Choice], texts: Texts, folder: pathlib.Path, progress: bool) -> list[Choice]:
@@ -117,79 +85,11 @@ def score(model: Model, choices: Sequence[Choice], texts: Texts, folder: pathlib
     return [c if c.transform is None else dataclasses.replace(c, score=float(next(kl))) for c in choices]
 
 
-def saved_by(plan: Sequence[Choice]) -> int:
-    return sum(c.last - c.first + 1 - int(c.costs["blocks"]) for c in plan)
-
-
-def spell(plan: Sequence[Choice]) -> str:
-    return ", ".join(f"{c.name} {c.first}" + (f"-{c.last}" if c.last > c.first else "") for c in plan if c.transform)
-
-
-# --- rules and the planner --------------------------------------------------------------------------------------------
-
-
-def one_place(choices: Sequence[Choice], kind: str, saved: int) -> list[list[Choice]]:
-    """The best places of a rule that saves all in one, best first."""
-    fitting = [[c] for c in choices if c.name == kind and saved_by([c]) == saved]
-    return sorted(fitting, key=lambda plan: plan[0].score)[:_TRIED]
-
-
-def one_after_the_other(choices: Sequence[Choice], kinds: Sequence[str], saved: int) -> list[Choice]:
-    """The choice that costs least a block saved, then the next beside it, until so many are saved."""
-    plan: list[Choice] = []
-    ordered = [c for c in choices if c.transform is not None and c.name in kinds]
-    for c in sorted(ordered, key=lambda c: c.score / saved_by([c])):
-        apart = all(c.last < other.first or other.last < c.first for other in plan)
-        if apart and saved_by([*plan, c]) <= saved:
-            plan.append(c)
-    return plan if saved_by(plan) == saved else []
-
-
-def least_attentions(config: ModelConfig, removal: np.ndarray, saved: int, keep_first: bool) -> list[Choice]:
-    """Attentions go by their score until the spans of the rule save so many."""
-    free: set[int] = set()
-    for block in np.argsort(removal):
-        free.add(int(block))
-        spans = [(a, b) for a, b in _runs(free, keep_first) if b - a > 1]
-        # Of the last attention's run as many members as are wanted.
-        if sum(b - a - 1 for a, b in spans) >= saved:
-            return _as_choices(spans, saved, "rule+" if keep_first else "rule")
-    return []
-
-
-def _runs(free: set[int], keep_first: bool) -> Iterator[tuple[int, int]]:
-    """(first, last) of stretches of blocks without attention, with the block before them if it keeps its own."""
-    for _, group in itertools.groupby(enumerate(sorted(free)), lambda pair: pair[1] - pair[0]):
-        members = [block for _, block in group]
-        yield (members[0] - 1 if keep_first and members[0] else members[0]), members[-1]
-
-
-def _as_choices(spans: Sequence[tuple[int, int]], saved: int, kind: str) -> list[Choice]:
-    plan: list[Choice] = []
-    for a, b in sorted(spans, key=lambda s: s[0] - s[1]):
-        n = min(b - a + 1, blocks_for(kind, saved - saved_by(plan)))
-        if n > 2:
-            plan.append(Choice(a, a + n - 1, kind, np.nan, {"blocks": 2.0}, transform(kind, n)))
-    return plan
-
-
-def rule_plans(
-    choices: Sequence[Choice], config: ModelConfig, removal: np.ndarray, saved: int, kinds: Sequence[str]
-) -> Iterator[tuple[str, list[Choice]]]:
-    """(rule, plan) of every rule that can save so many."""
-    for kind in kinds:
-        for plan in one_place(choices, kind, saved):
-            yield f"one place: {kind}", plan
-    yield "blocks of least score", one_after_the_other(choices, ("remove",), saved)
-    yield GREEDY, one_after_the_other(choices, kinds, saved)
-    yield "least attentions, rule", least_attentions(config, removal, saved, keep_first=False)
-    yield "least attentions, rule+", least_attentions(config, removal, saved, keep_first=True)
-
-
 def compare(
     model: Model,
     choices: Sequence[Choice],
     removal: np.ndarray,
+    dependency: np.ndarray,
     texts: Mapping[str, Texts],
     saved: Sequence[int],
     count: int,
@@ -200,26 +100,25 @@ def compare(
     found: list[tuple[str, int, str, list[Choice]]] = []
     for (name, kinds), n in itertools.product(SETS.items(), saved):
         allowed = [c for c in choices if c.name in kinds]
-        for rule, plan in rule_plans(allowed, config, removal, n, kinds[1:]):
+        for rule, plan in rule_plans(allowed, config, removal, dependency, n, kinds[1:]):
             if plan:
                 found.append((name, n, rule, plan))
         limits = {"blocks": float(config.num_blocks - n)}
         found += [(name, n, PLANNER, plan) for plan in fusion.shortlist(allowed, config.num_blocks, limits, count)]
     alone = {(c.name, c.first, c.last): c.score for c in choices}
     summed = {spell(plan): sum(alone.get((c.name, c.first, c.last), np.nan) for c in plan) for *_, plan in found}
-    single = {spell(plan) for *_, plan in found if sum(c.transform is not None for c in plan) == 1}
+    single = {name for name, score in summed.items() if "," not in name and np.isfinite(score)}  # one choice, scored
     several = {spell(plan): plan for *_, plan in found if spell(plan) not in single}
     scored = {name: summed[name] for name in single} | _kl_of(model, texts["scored"], several, progress)
-    listed = {spell(plan): plan for *_, rule, plan in found if rule == PLANNER}
-    again = _kl_of(model, texts["rescored"], listed, progress)
+    candidates: dict[tuple[str, int], dict[str, list[Choice]]] = {}
+    for name, n, _, plan in found:
+        candidates.setdefault((name, n), {})[spell(plan)] = plan
+    listed = {key: sorted(plans, key=scored.__getitem__)[:count] for key, plans in candidates.items()}
+    every = {name: plan for key, plans in candidates.items() for name, plan in plans.items() if name in listed[key]}
+    again = _kl_of(model, texts["rescored"], every, progress)
     weight = texts["rescored"].num_tokens / (texts["scored"].num_tokens + texts["rescored"].num_tokens)
-    joint = {name: (1 - weight) * scored[name] + weight * again[name] for name in listed}
-    # The planner's pick: best as a whole on both texts.
-    picks: dict[tuple[str, int], list[Choice]] = {}
-    for name, n, rule, plan in found:
-        best = picks.get((name, n))
-        if rule == PLANNER and (best is None or joint[spell(plan)] < joint[spell(best)]):
-            picks[name, n] = plan
+    joint = {name: (1 - weight) * scored[name] + weight * again[name] for name in every}
+    picks = {key: candidates[key][min(names, key=joint.__getitem__)] for key, names in listed.items()}
     kept = [f for f in found if f[2] != PLANNER] + [(*key, PLANNER, plan) for key, plan in picks.items()]
     held_out = _kl_of(model, texts["held_out"], {spell(plan): plan for *_, plan in kept}, progress)
     rows = [
@@ -272,7 +171,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def save(out: pathlib.Path, rows: Sequence[Row], text: str, setting: Mapping[str, object]) -> None:
-    write_table(out, text, [dataclasses.asdict(r) for r in rows], setting)
     figure, axes = plt.subplots(1, len(SETS), figsize=(9, 3.6), layout="constrained", sharey=True)
     shown = best_rules(rows)
     for axis, name in zip(axes, SETS, strict=True):
@@ -283,34 +181,45 @@ def save(out: pathlib.Path, rows: Sequence[Row], text: str, setting: Mapping[str
         axis.set(xlabel="sequential blocks saved", title=name, yscale="log")
         axis.legend(fontsize="x-small")
     axes[0].set_ylabel("KL on held-out text, nats a token")
-    figure.savefig(out / "plans.png", dpi=130)
+    write_table(out, text, [dataclasses.asdict(r) for r in rows], setting, {"plans.png": figure})
+
+
+def _windows(name: str, text: str, tokenizer: io.Tokenizer, window: int, count: int) -> Texts:
+    """Raises ValueError, naming the flag, for a text that is too short."""
+    try:
+        # Ten characters a token are more than enough, and encoding all of it takes longer.
+        return fusion.windows(text[: 10 * window * count], tokenizer, window, count)
+    except ValueError as error:
+        raise ValueError(f"--{name}_from: of the characters from there on, {error}") from None
 
 
 def main(argv: list[str]) -> None:
     del argv
-    given, out = flags.FLAGS, pathlib.Path(flags.FLAGS.out)
+    given = flags.FLAGS
     try:
-        saved = [int(n) for n in given.saved]
+        out = check_out(given.out)
+        saved = whole_numbers("saved", given.saved)
+        config = io.check_hf(given.model)
+        choices = make_choices(config.num_blocks, saved)
+        check_saved(choices, config.num_blocks, saved)
+        if given.window > config.max_position_embeddings:
+            raise ValueError(f"--window={given.window} exceeds the model's {config.max_position_embeddings} positions")
         config, params = model = io.load_hf(given.model, "float32")
         tokenizer = io.Tokenizer.load(given.model)
         text = pathlib.Path(given.text).read_text(encoding="utf-8")
         parts = {"scored": text[given.scored_from :], "held_out": text[given.held_out_from : given.scored_from]}
         counts = {"scored": given.scored + given.rescored, "held_out": given.held_out}
-        texts = {
-            # Ten characters a token are more than enough, and encoding all of it takes longer.
-            name: fusion.windows(part[: 10 * given.window * counts[name]], tokenizer, given.window, counts[name])
-            for name, part in parts.items()
-        }
+        texts = {name: _windows(name, part, tokenizer, given.window, counts[name]) for name, part in parts.items()}
         both, n = texts["scored"], given.scored
         texts["scored"] = fusion.Texts(both.ids[:n], both.lengths[:n])
         texts["rescored"] = fusion.Texts(both.ids[n:], both.lengths[n:])
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     scoring = texts["scored"]
-    choices = make_choices(config.num_blocks, saved)
     choices = score(model, choices, scoring, out / "scores", progress=True)
     removal = fusion.removal_scores(config, params, scoring, progress=True, folder=out / "scores")
-    rows = compare(model, choices, removal, texts, saved, given.shortlist, progress=True)
+    dependency = fusion.dependency(config, params, scoring, progress=True, folder=out / "scores").mean
+    rows = compare(model, choices, removal, dependency, texts, saved, given.shortlist, progress=True)
     text = table(rows)
     print(text)
     names = ("model", "saved", "window", "scored", "rescored", "held_out", "scored_from", "held_out_from", "shortlist")

@@ -11,6 +11,7 @@ from helpers import TINY, random_params, tiny
 
 from lsfuse import fusion
 from lsfuse.fusion import distil
+from lsfuse.fusion.describe import on_shapes
 from lsfuse.model import BlockConfig, block_param_shapes, forward
 from lsfuse.model.layers import rms_norm
 
@@ -148,9 +149,20 @@ def test_which_blocks_correspond(x64):
     assert spans(fusion.remove_blocks([4])) == [((3, 3), (3, 4))]
     assert spans(fusion.reverse([(2, 3)])) == [((2, 3), (2, 3))]
     with pytest.raises(ValueError, match=r"block 4 of the child is made of blocks \[4\].*not made of this parent"):
-        distil.match_blocks(CONFIG, dataclasses.replace(CONFIG, blocks=CONFIG.blocks[:4]))
+        named = dataclasses.replace(CONFIG, sources=tuple((i,) for i in range(5)))
+        distil.match_blocks(named, dataclasses.replace(CONFIG, blocks=CONFIG.blocks[:4]))
     with pytest.raises(ValueError, match="the parent's vocab_size is 24, the child's 23"):
         distil.match_blocks(CONFIG, dataclasses.replace(CONFIG, vocab_size=24))
+
+
+def test_a_child_that_does_not_say_what_it_is_made_of():
+    """With as many blocks it is the parent's blocks in turn; with others it cannot be told."""
+    child = on_shapes(fusion.remove_blocks([1]), CONFIG)[0]
+    assert [s.parent for s in distil.match_blocks(child, CONFIG)] == [(0, 0), (1, 2), (3, 3), (4, 4)]
+    nameless = dataclasses.replace(child, sources=(), transforms=())
+    with pytest.raises(ValueError, match="the child has 4 blocks, the parent 5, and the child's config does not say"):
+        distil.match_blocks(nameless, CONFIG)
+    assert not any(s.replaced for s in distil.match_blocks(nameless, child))
 
 
 def test_teacher_and_child_hold_unchanged_weights_once():

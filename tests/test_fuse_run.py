@@ -1,5 +1,7 @@
 """Fusion from analysis to report: what it leaves, stages alone, what it refuses, killed runs with the same bits."""
 
+import dataclasses
+import gc
 import json
 import os
 import pathlib
@@ -21,7 +23,9 @@ from lsfuse.model import ModelConfig, count_params, init_params, uniform_blocks
 from lsfuse.train import fuse_table
 from lsfuse.train.fuse_setup import RESULTS
 
-train_fuse = sys.modules["lsfuse.train.fuse"]  # `train.fuse` is the function
+# `train.fuse` and `train.distil` are the functions
+train_fuse, train_distil = (sys.modules[f"lsfuse.train.{name}"] for name in ("fuse", "distil"))
+
 
 def settings(folder) -> dict:
     return {
@@ -32,6 +36,7 @@ def settings(folder) -> dict:
         "generate": {"count": 2, "prompt": 4, "tokens": 4},
         "distil": {"stages": ({"loss": "blockwise", "context": 8, "batch": 2, "steps": 4, "learning_rate": 1e-2},)},
         "probe": {"count": 0},
+        "time": {"context": 4, "steps": 2, "repeats": 2},
         "checkpoint": {"every": 2},
     }
 
@@ -44,9 +49,11 @@ def run(folder, workdir, seed=0, **more):
 
 def outcome(workdir) -> dict[str, bytes]:
     """What must not depend on when a run was stopped: all but sessions, times and what only a resume reads."""
-    passing = {"run.json", ".lock", "metrics.jsonl", "plots.png", "summary.json", "summary.txt"}
+    passing = {"run.json", ".lock", "metrics.jsonl", "plots.png", "summary.json", "summary.txt", "time.json"}
     files = [p for p in workdir.rglob("*") if p.is_file() and p.name not in passing and "checkpoints" not in p.parts]
-    return {str(p.relative_to(workdir)): p.read_bytes() for p in files}
+    found = {str(p.relative_to(workdir)): p.read_bytes() for p in files}
+    timed = rb"(?s)## Time of a decoding step.*?(?=## Where)"
+    return {name: re.sub(timed, b"", text) if name == "report.md" else text for name, text in found.items()}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +84,19 @@ def test_stages_alone(begun):
     jax.tree.map(np.testing.assert_array_equal, params, want[1])
 
 
+@pytest.mark.slow
+def test_a_parent_of_the_nemotron_family(tmp_path):
+    """Its child goes through a checkpoint of that family, and is still known as what the plan makes."""
+    config = dataclasses.replace(CONFIG, family="nemotron-nas")
+    parent = config, init_params(config, jax.random.key(0))
+    plan = {"remove_attention": (1, 2, 3), "fuse_ffn": ((1, 2),)}
+    given = {**settings(tmp_path), "plan": plan, "stages": ("analyse", "plan", "fuse", "distil", "export")}
+    train.fuse(given, tmp_path / "run", parent=parent, tokenizer=TOKENIZER, progress=False)
+    for folder in ("fused", "distil/model", "export/nemotron-nas"):
+        assert json.loads((tmp_path / "run" / folder / "config.json").read_text())["model_type"] == "nemotron-nas"
+        assert load_hf(tmp_path / "run" / folder)[0].sources == ((0,), (1, 2), (3,))
+
+
 def test_results_of_another_model_are_refused(begun):
     folder, workdir = begun
     for stage in ("plan", "fuse"):
@@ -99,10 +119,14 @@ def test_a_run_of_another_config_is_refused(begun):
         ({"stages": ("report", "plan", "analyse")}, 'stage "report" reads table.json of stage "evaluate"'),
         ({"stages": ("analyze",)}, "config.stages has 'analyze', which is none of .*did you mean \"analyse\""),
         ({"stages": ("warm_start",)}, "config.warm_start.stages is empty"),
+        ({"stages": ("time",), "time": {"repeats": 0}}, 'config.stages has "time", but config.time.repeats is 0'),
+        ({"time": {"context": 62, "steps": 3}}, "config.time.context and time.steps: 65 tokens exceed the model's 64"),
         ({"analysis": {"window": 64, "count": 9}}, "config.analysis.count: the text has 7 windows of 64 tokens, not 9"),
         ({"analysis": {"window": 600}}, "config.analysis.window: a context of 600 tokens is longer than the text"),
         ({"analysis": {"window": 65, "count": 1}}, "config.analysis.window: 65 tokens exceed the model's 64 positions"),
         ({"eval": {"window": 500}}, "config.eval: of the held-out characters"),
+        ({"eval": {"window": 65, "count": 1}}, "config.eval.window: 65 tokens exceed the model's 64 positions"),
+        ({"probe": {"context": 65}}, "config.probe.context: 65 tokens exceed the model's 64 positions"),
         ({"generate": {"prompt": 61, "count": 1}}, "config.generate.prompt and generate.tokens: 65 tokens exceed"),
         ({"plan": {"num_attentions": 5}}, "config.plan.num_attentions: .*no 5 blocks in a row have attention"),
         ({"plan": {"remove_attention": (3, 4)}}, "config.plan.*block 4 is out of range"),
@@ -181,6 +205,51 @@ def test_where_greedy_text_diverges(x64):
 
 
 @pytest.mark.slow
+def test_teacher_and_student_hold_unchanged_weights_once(tmp_path, monkeypatch):
+    """While the child is trained, nothing but the teacher's and the child's leaves is alive."""
+    stage = {"context": 8, "batch": 1, "steps": 2, "learning_rate": 1e-3}
+    config = {
+        "model": {"num_blocks": 4, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "ffn_width": 12}
+        | {"max_position_embeddings": 64},
+        "data": {"sentences": 3000},
+        "warm_start": {"stages": ({"loss": "lm", **stage},), "optimizer": {"warmup_steps": 0}},
+        "plan": {"remove_attention": (1, 2, 3), "fuse_ffn": ((1, 2),)},
+        "distil": {"stages": ({"loss": "blockwise", **stage}, {"loss": "distil", **stage, "trainable": "runs/1"})}
+        | {"optimizer": {"warmup_steps": 0}},
+        "analysis": {"window": 16, "count": 1},
+        "eval": {"window": 16, "count": 1},
+        "probe": {"count": 0},
+        "generate": {"count": 1, "prompt": 4, "tokens": 4},
+    }
+    first = {"stages": ("warm_start", "analyse", "plan", "fuse")}
+    train.fuse(config | first, tmp_path / "run", progress=False)
+    parent = load_hf(tmp_path / "run" / "parent" / "model")
+    embedding, shapes = parent[1]["embed_tokens"].shape, jax.tree.map(jnp.shape, parent[1]["runs"])
+    del parent
+    gc.collect()
+    alive = []
+
+    def buffers():  # two arrays may be one buffer
+        gc.collect()
+        return {x.unsafe_buffer_pointer(): x.shape for x in jax.live_arrays() if x.ndim}
+
+    known = buffers()
+
+    def watched(*args):
+        alive.append([shape for pointer, shape in buffers().items() if pointer not in known])
+        return to_host(*args)
+
+    to_host = train_distil.to_host
+    monkeypatch.setattr(train_distil, "to_host", watched)
+    train.fuse(config | {"stages": ("distil",)}, tmp_path / "run", resume=True, progress=False)
+    assert len(alive) == 4
+    for found in alive:
+        assert found.count(embedding) == 1
+        # The parent's four blocks are one run; the teacher has it in the child's pieces.
+        assert not [s for s in shapes["0"].values() if s in found]
+
+
+@pytest.mark.slow
 def test_the_whole_path_and_the_same_killed_three_times(begun, tmp_path, repo_root, monkeypatch):
     folder, workdir = begun
     summary = run(folder, workdir, resume=True)
@@ -200,6 +269,10 @@ def test_the_whole_path_and_the_same_killed_three_times(begun, tmp_path, repo_ro
     pictures = re.findall(r"!\[.*?\]\((.+?)\)", report)
     assert len(pictures) == 5 and all((workdir / p).read_bytes().startswith(b"\x89PNG") for p in pictures)
     assert all(f"| {name} |" in report for name in rows)
+    timed = json.loads((workdir / "time.json").read_text())
+    assert [r["in_turn"] for r in timed["rows"]] == [4, 4, 3] and all(r["seconds"] != 0 for r in timed["rows"])
+    fused = next(q for q in timed["ratios"] if q["model"] == "fused")
+    assert f"{fused['median']:.3f} ({fused['least']:.3f}-{fused['most']:.3f}) |" in report and timed["why"] in report
     for name in ("lsfuse", "nemotron-nas"):
         config, params = load_hf(workdir / "export" / name)
         assert config.blocks == child[0].blocks

@@ -9,6 +9,7 @@ import pytest
 from helpers import HOLLOW, random_params, tiny
 
 from lsfuse import fusion
+from lsfuse.fusion import analysis
 from lsfuse.model import BlockConfig, forward, logits, stack_blocks, unstack_blocks
 from lsfuse.model.transformer import embed, make_tokens, no_prefix, run_blocks
 
@@ -65,7 +66,45 @@ def test_dependency_is_that_of_models_without_the_block(x64):
     assert np.count_nonzero(got.mean) == 6 and not np.tril(got.mean).any()
     some = fusion.dependency(*model(), TEXTS, blocks=[1], batch_size=3)
     np.testing.assert_allclose(some.mean[1], got.mean[1], rtol=1e-12)
-    assert not some.mean[[0, 2, 3]].any()
+    for field in ("mean", "p95"):  # what was not computed is not taken for independence
+        upper = np.triu(np.ones((4, 4), bool), 1) & (np.arange(4) != 1)[:, None]
+        np.testing.assert_array_equal(np.isnan(getattr(some, field)), upper)
+
+
+def test_rows_of_a_region_end_with_it(x64, monkeypatch):
+    """The same figures for pairs inside, from m (m - 1) / 2 blocks a batch beside the one pass over all."""
+    ran, inner = [], analysis.run_from
+
+    def run_from(params, config, x, lengths, first, after=None):
+        ran.append(int(config.num_blocks if after is None else after) - int(first))
+        return inner(params, config, x, lengths, first, after)
+
+    config = tiny(blocks=(FULL, FFN, FFN, FFN, FULL, FFN, FFN))
+    whole = fusion.dependency(*model(config), TEXTS, batch_size=3)
+    regions = fusion.attention_free_runs(config)
+    assert regions == [(1, 3), (5, 6)]
+    with jax.disable_jit(), monkeypatch.context() as patch:
+        patch.setattr(analysis, "run_from", run_from)
+        got = fusion.dependency(*model(config), TEXTS, batch_size=3, regions=regions)
+    assert sorted(ran) == [0, 0, 1, 1, 2]  # the parent's own pass is elsewhere
+    inside = np.zeros((7, 7), bool)
+    for first, last in regions:
+        inside[first : last + 1, first : last + 1] = True
+    for field in ("mean", "p95"):
+        mine, all_of_it = getattr(got, field), getattr(whole, field)
+        np.testing.assert_allclose(mine[inside], all_of_it[inside], rtol=1e-10)
+        np.testing.assert_array_equal(np.isnan(mine), np.triu(~inside, 1))
+    np.testing.assert_allclose(got.relative, whole.relative, rtol=1e-10)
+    assert fusion.fusion_spans(config, got.mean, 2.0) == fusion.fusion_spans(config, whole.mean, 2.0) == [(1, 2)]
+    for regions, message in (
+        ([(1, 7)], "dependency: span 1-7 is out of range"),
+        ([(1, 3), (3, 4)], "dependency: spans 1-3 and 3-4 overlap"),
+        ((1, 3), "dependency: spans must be a list of pairs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fusion.dependency(*model(config), TEXTS, regions=regions)
+    with pytest.raises(ValueError, match="dependency: blocks and regions are both given; take one"):
+        fusion.dependency(*model(config), TEXTS, [1], regions=[(1, 3)])
 
 
 @pytest.mark.slow
@@ -157,7 +196,27 @@ def test_evaluation(x64):
     assert own["kl"] == 0.0 and own["top1"] == 1.0 and own["perplexity"] == own["parent_perplexity"]
 
 
+def test_a_batch_holds_at_least_one_text(tmp_path):
+    measures = {
+        "dependency": lambda **more: fusion.dependency(*model(), TEXTS, folder=tmp_path / "rows", **more),
+        "removal_scores": lambda **more: fusion.removal_scores(*model(), TEXTS, folder=tmp_path / "rows", **more),
+        "replacement_scores": lambda **more: fusion.replacement_scores(
+            *model(), TEXTS, [(0, 0, None)], folder=tmp_path / "rows", **more
+        ),
+        "plan_scores": lambda **more: fusion.plan_scores(*model(), TEXTS, [], **more),
+        "ffn_importance": lambda **more: fusion.ffn_importance(*model(), TEXTS, **more),
+        "evaluate": lambda **more: fusion.evaluate(model(), TEXTS, **more),
+    }
+    for name, measure in measures.items():
+        for size in (0, -1, 1.5):
+            with pytest.raises(ValueError, match=f"{name}: batch_size must be a whole number .* got {size}"):
+                measure(batch_size=size)
+    assert not list(tmp_path.iterdir())
+
+
 def test_bad_input():
+    with pytest.raises(ValueError, match=r"dependency: blocks must be a list of block numbers .* got \[1.5\]"):
+        fusion.dependency(*model(), TEXTS, blocks=[1.5])
     with pytest.raises(ValueError, match="part 'norm' is unknown; valid: attention, ffn, block"):
         fusion.removal_scores(*model(), TEXTS, "norm")
     with pytest.raises(ValueError, match=r"\[4\] are out of range; the model has blocks 0 to 3"):

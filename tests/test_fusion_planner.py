@@ -25,7 +25,7 @@ def test_runs_and_spans_by_rule():
     assert fusion.fusion_spans(config, max_width=16) == [(1, 2), (7, 8), (9, 10)]
     m = np.zeros((12, 12))
     m[7, 9] = 0.3
-    assert fusion.fusion_spans(config, m) == [(1, 3), (7, 8), (9, 10)]
+    assert fusion.fusion_spans(config, m) == [(1, 3), (8, 10)]
     assert fusion.fusion_spans(config, m, threshold=0.5) == [(1, 3), (7, 10)]
     assert fusion.fusion_spans(tiny(blocks=(FULL, FULL))) == []
     plain = BlockConfig("none", 1, 8, ffn="plain")
@@ -37,12 +37,40 @@ def test_runs_and_spans_by_rule():
     [
         (80, [(42, 51), (53, 70)], [(42, 50), (53, 69)]),  # Llama-Nemotron 49B, 26 FFNs
         (126, [(66, 115)], [(66, 114)]),  # Ultra 253B, 49 FFNs, there split by what fits a device
+        (30, [(6, 9)], [(6, 8)]),  # SmolLM2-135M, the issue's
     ],
 )
 def test_the_paper_s_spans(count, runs, spans):
     free = {i for first, last in runs for i in range(first, last + 1)}
     config = tiny(blocks=tuple(FFN if i in free else FULL for i in range(count)))
     assert fusion.attention_free_runs(config) == runs and fusion.fusion_spans(config) == spans
+
+
+def test_the_longest_span_comes_first():
+    """Not the first that fits: what is left of a run, on either side of the longest, is searched in turn."""
+    config, m = tiny(blocks=(FFN,) * 7), np.zeros((7, 7))
+    m[0, 3] = 0.9
+    assert fusion.fusion_spans(config, m) == [(1, 5)]  # block 6 stays, block 0 is alone
+    m[2, 3] = 0.9
+    assert fusion.fusion_spans(config, m) == [(0, 2), (3, 5)]
+    m[0, 1] = 0.05
+    assert fusion.fusion_spans(config, m, min_members=1) == [(0, 2), (3, 5)]
+    assert fusion.fusion_spans(config, m, threshold=0.01, min_members=1) == [(0, 0), (1, 2), (3, 5)]
+    ties = np.zeros((7, 7))
+    ties[0, 4], ties[1, 5], ties[2, 5], ties[0, 3] = 0.9, 0.9, 0.9, 0.08
+    assert fusion.fusion_spans(config, ties) == [(1, 4)]  # as long as 0-3, and less dependent
+
+
+def test_what_is_no_number_fuses_nothing():
+    config, m = tiny(blocks=(FULL, FFN, FFN, FFN, FFN)), np.zeros((5, 5))
+    m[0, 2] = m[1, 4] = np.nan  # neither block 0 nor the run's last is asked for
+    assert fusion.fusion_spans(config, m) == [(1, 3)]
+    for value in (np.nan, np.inf):
+        m[1, 3] = value
+        with pytest.raises(ValueError, match=f"dependency of block 3 on block 1 is {value}; it was not computed"):
+            fusion.fusion_spans(config, m)
+    with pytest.raises(ValueError, match="threshold must be a finite number, got nan"):
+        fusion.fusion_spans(config, np.zeros((5, 5)), threshold=float("nan"))
 
 
 def test_attentions_in_a_row_that_cost_least():
@@ -53,6 +81,31 @@ def test_attentions_in_a_row_that_cost_least():
     for count in (5, 8):
         with pytest.raises(ValueError, match=f"no {count} blocks in a row have attention, of 7 blocks"):
             fusion.cheapest_run(scores, count)
+
+
+def test_windows_of_whole_blocks():
+    """Least largest dependency first, ties by the sum, then the best of those that are left whole."""
+    m = np.triu(np.full((10, 10), 0.5), 1)
+    m[3:7, 3:7] = np.triu(np.full((4, 4), 0.2), 1)
+    assert fusion.block_windows(m, 1) == [(3, 6)]
+    with pytest.raises(ValueError, match="1 windows of 4 blocks leave no room for another among 10; 2 are asked for"):
+        fusion.block_windows(m, 2)
+    assert fusion.block_windows(m, 2, size=2) == [(3, 4), (5, 6)] and len(fusion.block_windows(m, 4, size=2)) == 4
+    m[7, 9] = 0.4  # of the windows left, all of largest 0.5, the one of least sum
+    assert fusion.block_windows(m, 2, size=3) == [(3, 5), (7, 9)]
+    spans = fusion.block_windows(m, 1)
+    config = fusion.parallel_blocks(spans)(*model(tiny(blocks=(FULL,) * 10)))[0]
+    assert [b.beside for b in config.blocks] == [4 <= i <= 6 for i in range(10)]
+    for bad, message in (
+        ({"count": 0}, "count must be at least 1, got 0"),
+        ({"count": 1, "size": 1}, "size must be 2 to the 10 blocks of the dependency, got 1"),
+        ({"count": 1, "size": 11}, "got 11"),
+    ):
+        with pytest.raises(ValueError, match=f"block_windows: .*{message}"):
+            fusion.block_windows(m, **bad)
+    m[4, 5] = np.nan
+    with pytest.raises(ValueError, match="block_windows: the dependency of block 5 on block 4 is nan"):
+        fusion.block_windows(m, 1)
 
 
 def all_plans(choices, num_blocks, at=0):
@@ -112,9 +165,12 @@ def test_what_binds_is_said():
         ([*choices, fusion.Choice(1, 2, "x", 0.0, {"bytes": 1, "ms": 1})], "'x' .1-2"),
         ([*choices, fusion.Choice(1, 1, "x", float("nan"), {"bytes": 1, "ms": 1})], "score nan"),
         ([*choices, fusion.Choice(1, 1, "x", 0.0, {"bytes": 1})], "says nothing of 'ms'"),
+        ([*choices, fusion.Choice(1, 1, "x", 0.0, {"bytes": 1, "ms": np.nan})], "'x' .1-1. costs nan of 'ms'"),
     ):
         with pytest.raises(ValueError, match=message):
             fusion.solve(bad, 2, {"bytes": 9, "ms": 9})
+    with pytest.raises(ValueError, match="the limit of 'ms' is nan; it must be a finite number"):
+        fusion.solve(choices, 2, {"ms": float("nan")})
 
 
 def test_a_plan_is_the_chain_of_its_choices(x64):
@@ -132,6 +188,24 @@ def test_a_plan_is_the_chain_of_its_choices(x64):
     assert config.transforms == ("1-2: fuse_ffn(0-1; norm=fold); 3-3: remove_attention on 0",)
     gone = fusion.replace_spans([(1, 2, None)])(*whole)
     np.testing.assert_array_equal(gone[1]["runs"]["0"]["q_proj"][1], whole[1]["runs"]["2"]["q_proj"][0])
+
+
+def test_a_plan_of_another_model_is_refused():
+    """Whoever made it; but changes that name no block to keep go into any model that has the blocks."""
+    config, params = model()
+    free = fusion.remove_attention([0])
+    gone = [fusion.Choice(i, i, "free", 0.0, {}, fusion.remove_ffn([0])) for i in range(3)]
+    by_hand = [gone[0], fusion.Choice(1, 2, "keep", 0.0, {})]
+    message = "the plan is of a model of 3 blocks, this one has 4"
+    for plan in (fusion.solve(gone, 3, {}), fusion.shortlist(gone, 3, {}, 1)[0], by_hand):
+        with pytest.raises(ValueError, match=f"apply_plan: {message}"):
+            fusion.apply_plan(plan)(config, params)
+        with pytest.raises(ValueError, match=f"plan_scores: {message}"):
+            fusion.plan_scores(config, params, TEXTS, [gone[:1], plan])
+    longer = fusion.solve([*gone, *(fusion.Choice(i, i, "keep", 0.0, {}) for i in (3, 4))], 5, {})
+    with pytest.raises(ValueError, match="of 5 blocks, this one has 4"):
+        fusion.dry_run(fusion.apply_plan(longer), config)
+    assert fusion.apply_plan([fusion.Choice(0, 0, "free", 0.0, {}, free)])(config, params)[0].num_blocks == 4
 
 
 def test_scores_of_spans(x64):

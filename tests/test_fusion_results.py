@@ -1,5 +1,6 @@
 """Analyses that were interrupted go on to the same bits, refuse what is not theirs, and come back from their files."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -8,7 +9,9 @@ import pytest
 from test_fusion_analysis import CONFIG, TEXTS, model
 
 from lsfuse import fusion
-from lsfuse.fusion import analysis
+from lsfuse.fusion import analysis, scores
+from lsfuse.fusion.fuse import NORMS
+from lsfuse.fusion.store import Rows
 
 
 def small():
@@ -25,7 +28,7 @@ def test_an_interrupted_analysis_goes_on(tmp_path, monkeypatch):
     calls, inner = [], analysis._distances
 
     def distances(*args):
-        calls.append(int(args[-1]))
+        calls.append(int(args[-2]))
         if len(calls) == 6:
             raise Stop
         return inner(*args)
@@ -49,18 +52,73 @@ def test_scores_are_kept_too(tmp_path, monkeypatch):
     def never(*args):
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(analysis, "_kl", never)
+    monkeypatch.setattr(scores, "_kl", never)
     got = fusion.removal_scores(*small(), TEXTS, batch_size=3, folder=tmp_path / "rows")
     np.testing.assert_array_equal(got, want)
     with pytest.raises(AssertionError, match="computed again"):
         fusion.removal_scores(*small(), TEXTS, "ffn", batch_size=3, folder=tmp_path / "rows")
 
 
+def test_a_kept_score_is_of_the_transform_that_was_scored(tmp_path, x64):
+    """Transforms of one name, place and outcome in shapes; and the same ones at other places of the list."""
+    ones = [(1, 2, fusion.fuse_ffn([(0, 1)], norm=norm)) for norm in NORMS]
+    halves = [[np.arange(8.0) * sign, None] for sign in (1, -1)]
+    ones += [(1, 2, lambda c, p, i=i: fusion.prune_ffn({0: 4}, i)(c, p)) for i in halves]
+    want = [fusion.replacement_scores(*small(), TEXTS, [one])[0] for one in ones]
+    assert len(set(want)) == len(ones)
+    config, params = small()
+    # A row as it was named before, which said nothing of the transform.
+    Rows(tmp_path, config, params, TEXTS, batch_size=1).put("replacements-0-0-1-2", np.float64(99))
+    for one, score in zip(ones, want, strict=True):
+        assert fusion.replacement_scores(*small(), TEXTS, [one], folder=tmp_path)[0] == score
+    files = sorted(tmp_path.iterdir())
+    again = fusion.replacement_scores(*small(), TEXTS, [*ones[::-1], (1, 2, None)], folder=tmp_path)
+    np.testing.assert_array_equal(again[:-1], want[::-1])
+    assert len(list(tmp_path.iterdir())) == len(files) + len(TEXTS)  # the last one's rows
+
+
+def test_plans_and_importances_are_kept(tmp_path, monkeypatch):
+    """A plan's row is of its changes, whatever their order, and not of its place among the plans."""
+    fuse = fusion.Choice(1, 2, "fuse", 0.0, {}, fusion.fuse_ffn([(0, 1)]))
+    free = fusion.Choice(3, 3, "free", 0.0, {}, fusion.remove_attention([0]))
+    keep = fusion.Choice(0, 0, "keep", 0.0, {})
+    want = fusion.plan_scores(*small(), TEXTS, [[keep, fuse, free], [free], [fuse]], folder=tmp_path)
+    np.testing.assert_array_equal(want, fusion.plan_scores(*small(), TEXTS, [[keep, fuse, free], [free], [fuse]]))
+    importance = fusion.ffn_importance(*small(), TEXTS, folder=tmp_path)
+
+    def never(*args):
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(scores, "_kl", never)
+    monkeypatch.setattr(analysis, "_activation_sums", never)
+    got = fusion.plan_scores(*small(), TEXTS, [[fuse], [free, fuse]], folder=tmp_path)
+    np.testing.assert_array_equal(got, want[[2, 0]])
+    for a, b in zip(importance, fusion.ffn_importance(*small(), TEXTS, folder=tmp_path), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(AssertionError, match="computed again"):
+        fusion.plan_scores(*small(), TEXTS, [[dataclasses.replace(free, first=0, last=0)]], folder=tmp_path)
+
+
+def test_a_damaged_row_is_named(tmp_path):
+    config, params = small()
+    rows = Rows(tmp_path, config, params, TEXTS, batch_size=2)
+    rows.put("a", np.arange(3))
+    whole = (tmp_path / "a.npy").read_bytes()
+    for content in (b"", whole[:5], whole[:-3], b"no numbers"):
+        (tmp_path / "a.npy").write_bytes(content)
+        with pytest.raises(ValueError, match=r"a\.npy is damaged \(.*\); delete it, and it is computed again") as error:
+            rows.get("a")
+        assert "\n" not in str(error.value)
+    (tmp_path / "rows.json").write_text("{")
+    with pytest.raises(ValueError, match=r"rows\.json is damaged; delete the folder"):
+        Rows(tmp_path, config, params, TEXTS, batch_size=2)
+
+
 def test_another_model_or_text_is_refused(tmp_path):
     config, params = small()
-    rows = analysis.Rows(tmp_path, config, params, TEXTS, batch_size=2)
+    rows = Rows(tmp_path, config, params, TEXTS, batch_size=2)
     rows.put("a", np.arange(3))
-    np.testing.assert_array_equal(analysis.Rows(tmp_path, config, params, TEXTS, batch_size=2).get("a"), np.arange(3))
+    np.testing.assert_array_equal(Rows(tmp_path, config, params, TEXTS, batch_size=2).get("a"), np.arange(3))
     changed = {**params, "norm": params["norm"].at[0].add(1e-6)}
     other = fusion.from_lists([[1, 2, 3]])
     for args, batch_size, what in (
@@ -69,10 +127,10 @@ def test_another_model_or_text_is_refused(tmp_path):
         ((config, params, TEXTS), 1, "another batch_size: 2 there, 1 here"),
     ):
         with pytest.raises(ValueError, match=what):
-            analysis.Rows(tmp_path, *args, batch_size=batch_size)
+            Rows(tmp_path, *args, batch_size=batch_size)
     (tmp_path / "rows.json").unlink()
     with pytest.raises(ValueError, match="holds files, but no rows.json"):
-        analysis.Rows(tmp_path, config, params, TEXTS, batch_size=2)
+        Rows(tmp_path, config, params, TEXTS, batch_size=2)
 
 
 def test_contributions_are_subtracted_in_float32():

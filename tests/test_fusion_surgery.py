@@ -65,6 +65,17 @@ def test_the_wide_ffn_is_the_sum_of_its_members(x64, span, dtype, tol):
         assert relative_error(ffn(wide, fusion.wide_ffn(config, [members[i] for i in order]), x), total) <= tol
 
 
+def test_gates_lie_beside_gates_and_ups_beside_ups(x64):
+    """Never member by member; a member's rows of the down projection are where its channels are."""
+    config, params = model()
+    members = unstack_blocks(config, params)[2:5]
+    wide = unstack_blocks(*fusion.fuse_ffn([(2, 4)], norm="last")(config, params))[2]
+    for name, axis in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 0), ("gate_proj_bias", 0), ("up_proj_bias", 0)):
+        parts = np.split(wide[name], np.cumsum([24, 12]), axis)
+        for part, member in zip(parts, members, strict=True):
+            np.testing.assert_array_equal(part, member[name])
+
+
 def test_last_norm_is_the_papers(x64):
     """All members read the stream through the last member's gain."""
     config, params = model()
@@ -91,6 +102,10 @@ def test_a_span_of_one_is_the_identity_and_nested_equals_at_once(x64):
     assert count_params(whole[0]) - count_params(at_once[0]) == 3 * 16 + 3 * 16
     assert at_once[0].sources == ((0,), (1,), (2, 3, 4, 5), (6,))
     assert at_once[0].transforms == ("fuse_ffn(2-5; norm=fold)",)
+    for span in ((2, 3), (2, 4)):
+        later = fusion.chain(fusion.fuse_ffn([span]), fusion.fuse_ffn([(2, 3)]))(*whole)
+        more = fusion.fuse_ffn([(2, span[1] + 1)])(*whole)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-15), later[1], more[1])
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -209,10 +224,51 @@ def test_illegal_requests_name_block_and_reason(transform, message):
         transform(config, params)
 
 
+def test_attention_that_adds_a_constant_is_attention(x64):
+    """A zero output projection takes the keys and values away, but not its bias: the block is not attention-free."""
+    config, params = model()
+    parts = unstack_blocks(config, params)
+    parts[6] = parts[6] | {"o_proj": jnp.zeros_like(parts[6]["o_proj"])}
+    quiet = config, {**params, "runs": stack_blocks(config, parts)}
+    for fuse in (fusion.fuse_ffn([(5, 6)]), fusion.chain(fusion.fuse_ffn([(2, 3)]), fusion.fuse_ffn([(4, 5)]))):
+        with pytest.raises(ValueError, match=r"span (5-6: block 6|4-5: block 5) has attention, which only the first"):
+            fuse(*quiet)
+    assert relative_error(hidden(fusion.remove_attention([6])(*quiet)), hidden(quiet)) > 1e-3
+
+
+def test_a_chain_is_gone_through_on_shapes_first():
+    """Whatever its last part refuses, the first has touched no weight; parts that read values are let be."""
+    touched = []
+
+    def first(config, params):
+        touched.append(not isinstance(params["norm"], jax.core.Tracer))
+        return config, params
+
+    whole = CONFIG, random_params(CONFIG, dtype=np.float32)
+    for bad in (fusion.fuse_ffn([(5, 6)]), fusion.remove_attention([2]), fusion.replace_spans([(0, 7, None)])):
+        with pytest.raises(ValueError, match="block 6 has attention|block 2 has no|span 0-7 is out of range"):
+            fusion.chain(first, fusion.chain(first, bad))(*whole)
+    assert not any(touched) and len(touched) == 6
+    with pytest.raises(ValueError, match="block 2 has no attention"):  # not after block 1 has been worked on
+        fusion.linear_attention([1, 2])(*whole)
+
+    def largest_first(config, params):
+        return fusion.remove_ffn([int(jnp.argmax(params["norm"])) % 6])(config, params)
+
+    assert fusion.chain(first, largest_first)(*whole)[0].blocks.count(BlockConfig("none", 1, 0)) <= 1
+    assert touched[-2:] == [False, True]
+
+
 def test_settings_that_can_never_be_right_raise_at_once():
     for make, message in (
         (lambda: fusion.fuse_ffn([(0, 1)], norm="first"), "fold, last"),
+        (lambda: fusion.fuse_ffn((0, 1)), r"fuse_ffn: spans must be a list of pairs .* got \(0, 1\)"),
+        (lambda: fusion.reverse([(0, 1, 2)]), "reverse: spans must be a list of pairs"),
+        (lambda: fusion.parallel_blocks([0.5]), "parallel_blocks: spans must be a list of pairs"),
         (lambda: fusion.remove_ffn([1, 1]), "block 1 is named twice"),
+        (lambda: fusion.remove_attention([2.5]), r"remove_attention: blocks must be a list .* got \[2.5\]"),
+        (lambda: fusion.remove_attention(2), r"such as \[6, 7\], got 2"),
+        (lambda: fusion.replace_spans([(0, 1.5, None)]), "replace_spans: spans must be a list of pairs"),
         (lambda: fusion.prune_ffn(0.0, []), "keep must be in"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -12,10 +12,8 @@ from lsfuse.fusion.analysis import (
     cosine_distance,
     dependency,
     ffn_importance,
-    plan_scores,
-    removal_scores,
-    replacement_scores,
 )
+from lsfuse.fusion.costs import choice_costs, decode_seconds, measured_seconds
 from lsfuse.fusion.describe import check_tensor_parallel, dry_run, place
 from lsfuse.fusion.evaluate import evaluate, greedy_agreement
 from lsfuse.fusion.fuse import fuse_ffn, reverse, wide_ffn
@@ -25,6 +23,7 @@ from lsfuse.fusion.planner import (
     Infeasible,
     apply_plan,
     attention_free_runs,
+    block_windows,
     cheapest_run,
     fusion_spans,
     shortlist,
@@ -32,6 +31,7 @@ from lsfuse.fusion.planner import (
 )
 from lsfuse.fusion.quantize import quantize
 from lsfuse.fusion.results import load_dependency, plot_dependency, save_dependency
+from lsfuse.fusion.scores import plan_scores, removal_scores, replacement_scores
 from lsfuse.fusion.store import fingerprint
 from lsfuse.fusion.surgery import (
     chain,
@@ -56,11 +56,14 @@ __all__ = [
     "apply_plan",
     "attention_free_runs",
     "block_sources",
+    "block_windows",
     "chain",
     "cheapest_run",
     "check_tensor_parallel",
+    "choice_costs",
     "cosine_distance",
     "cut",
+    "decode_seconds",
     "dependency",
     "dry_run",
     "evaluate",
@@ -72,6 +75,7 @@ __all__ = [
     "greedy_agreement",
     "linear_attention",
     "load_dependency",
+    "measured_seconds",
     "parallel_blocks",
     "parallel_parts",
     "place",

@@ -50,8 +50,8 @@ def match_blocks(child: ModelConfig, parent: ModelConfig) -> tuple[Span, ...]:
     A fused block corresponds to all of its members, so that it ends where the parent's last member does. Blocks that
     were taken out belong to the block behind them, at the end to the last. Blocks whose order was changed are one span.
 
-    Raises: ValueError if the child is not made of this parent, if vocabulary or hidden size differ, or if blocks of
-        either stand beside each other.
+    Raises: ValueError if the child is not made of this parent, or does not say of what and has another number of
+        blocks, if vocabulary or hidden size differ, or if blocks of either stand beside each other.
     """
     for config in (child, parent):
         _check_in_turn(config)
@@ -59,9 +59,15 @@ def match_blocks(child: ModelConfig, parent: ModelConfig) -> tuple[Span, ...]:
         mine, theirs = getattr(child, name), getattr(parent, name)
         if mine != theirs:
             raise ValueError(f"the parent's {name} is {theirs}, the child's {mine}: it cannot be this child's teacher")
+    if not child.sources and child.num_blocks != parent.num_blocks:
+        raise ValueError(
+            f"the child has {child.num_blocks} blocks, the parent {parent.num_blocks}, and the child's config does not"
+            " say of which blocks of the parent each is made (sources): it cannot be matched; make it from the parent"
+            " again, or export it with its sources"
+        )
     where = {source: i for i, sources in enumerate(block_sources(parent)) for source in sources}
     members = []
-    for i, sources in enumerate(block_sources(child)):
+    for i, sources in enumerate(child.sources or block_sources(parent)):
         if not sources or not where.keys() >= set(sources):
             raise ValueError(
                 f"block {i} of the child is made of blocks {list(sources)}, which the parent of {parent.num_blocks}"

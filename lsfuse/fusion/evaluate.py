@@ -34,7 +34,7 @@ def evaluate(
     """
     models = (child,) if parent is None else (child, parent)
     for config, params in models:
-        check_texts("evaluate", texts, config, params)
+        check_texts("evaluate", texts, config, params, batch_size)
     if parent is not None:
         check_vocabularies(child[0], parent[0])
     if texts.lengths.max() < 2:

@@ -1,5 +1,7 @@
 """The forward pass as analysis needs it: every block's output, and restarts in the middle of the stack."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -33,7 +35,7 @@ def run_from(
             here = at_block(config, r, layer, tokens)
 
             def one(x):
-                return block_forward(config, block, block_params(params, str(r), layer), x, here, None)
+                return block_forward(config, block, block_params(params, config, str(r), layer), x, here, None)
 
             stream, _ = through_block(config, r, layer, stream, one)
             return stream, lax.dynamic_update_index_in_dim(outputs, stream.x, start + layer, 0)
@@ -43,6 +45,13 @@ def run_from(
         )
         start += count
     return stream.x, outputs
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def block_outputs(config: ModelConfig, params: Params, ids: Array, lengths: Array) -> Array:
+    """[L + 1, B, T, D]: the embedding, and every block's output."""
+    x = embed_texts(params, config, ids, lengths)
+    return jnp.concatenate([x[None], run_from(params, config, x, lengths, 0)[1]])
 
 
 def embed_texts(params: Params, config: ModelConfig, ids: Array, lengths: Array) -> Array:

@@ -13,7 +13,9 @@ from lsfuse.fusion.tree import (
     check_no_group_cut,
     check_spans,
     ffn_names,
+    on_shapes_first,
     rebuild,
+    span_list,
     widened,
 )
 from lsfuse.model.config import BlockConfig, ModelConfig, ffn_norm
@@ -37,7 +39,7 @@ def fuse_ffn(spans: Iterable[tuple[int, int]], norm: str = "fold") -> Transform:
     that has attention, a first member whose attention runs in parallel with its own or another FFN, blocks in parallel
     of which some are outside the span, quantised weights.
     """
-    given = [(int(a), int(b)) for a, b in spans]
+    given = span_list("fuse_ffn", spans)
     if norm not in NORMS:
         raise ValueError(f"fuse_ffn: norm {norm!r} is unknown; valid: {', '.join(NORMS)}")
 
@@ -65,7 +67,7 @@ def fuse_ffn(spans: Iterable[tuple[int, int]], norm: str = "fold") -> Transform:
         note = ", ".join(f"{a}-{b}" for a, b in ordered)
         return rebuild(config, params, blocks, leaves, origin, f"fuse_ffn({note}; norm={norm})")
 
-    return apply
+    return on_shapes_first(apply)
 
 
 def wide_ffn(config: ModelConfig, members: Sequence[Leaves], norm: str = "fold") -> Leaves:
@@ -93,7 +95,7 @@ def reverse(spans: Iterable[tuple[int, int]]) -> Transform:
 
     Raises: ValueError as `fuse_ffn`.
     """
-    given = [(int(a), int(b)) for a, b in spans]
+    given = span_list("reverse", spans)
 
     def apply(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
         ordered = check_spans("reverse", given, config)
@@ -114,7 +116,7 @@ def reverse(spans: Iterable[tuple[int, int]]) -> Transform:
         note = ", ".join(f"{a}-{b}" for a, b in ordered)
         return rebuild(config, params, blocks, leaves, origin, f"reverse({note})")
 
-    return apply
+    return on_shapes_first(apply)
 
 
 def _check_members(name: str, config: ModelConfig, first: int, last: int) -> None:

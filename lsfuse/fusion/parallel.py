@@ -16,6 +16,7 @@ from lsfuse.fusion.tree import (
     check_range,
     check_spans,
     rebuild,
+    span_list,
 )
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.params import unstack_blocks
@@ -31,7 +32,7 @@ def parallel_blocks(spans: Iterable[tuple[int, int]]) -> Transform:
 
     Raises: ValueError for spans that overlap, descend or run out of range, or touch blocks that are parallel already.
     """
-    given = [(int(a), int(b)) for a, b in spans]
+    given = span_list("parallel_blocks", spans)
 
     def apply(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
         ordered = check_spans("parallel_blocks", given, config)

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from lsfuse.fusion.tree import Transform, block_sources, check_floating, rebuild, widened
+from lsfuse.fusion.tree import Transform, block_sources, check_floating, on_shapes_first, rebuild, widened
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.params import unstack_blocks
 from lsfuse.types import Params
@@ -32,4 +32,4 @@ def quantize() -> Transform:
             blocks.append(small)
         return rebuild(config, params, config.blocks, blocks, block_sources(config), "quantize(int8)")
 
-    return apply
+    return on_shapes_first(apply)

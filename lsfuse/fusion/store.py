@@ -10,6 +10,7 @@ import io
 import json
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,15 +24,20 @@ from lsfuse.types import Params
 
 def fingerprint(config: ModelConfig, params: Params, texts: Texts) -> dict[str, str]:
     """SHA-256 of the model (its config and every bit of its weights) and of the texts."""
+    text = hashlib.sha256(f"{texts.ids.shape}".encode())
+    for part in (texts.ids, texts.lengths):
+        text.update(np.ascontiguousarray(part, np.int64).tobytes())
+    return {"model": sha256_of_model(config, params), "texts": text.hexdigest()}
+
+
+def sha256_of_model(config: ModelConfig, params: Params) -> str:
+    """Of a config and of every bit of a tree of weights, hexadecimal."""
     model = hashlib.sha256(json.dumps(dataclasses.asdict(config), sort_keys=True).encode())
     for path, leaf in sorted(jax.tree_util.tree_flatten_with_path(params)[0], key=lambda item: str(item[0])):
         array = np.ascontiguousarray(leaf)
         model.update(f"{jax.tree_util.keystr(path)} {array.dtype.name} {array.shape}".encode())
         model.update(array.reshape(-1).view(np.uint8).data)
-    text = hashlib.sha256(f"{texts.ids.shape}".encode())
-    for part in (texts.ids, texts.lengths):
-        text.update(np.ascontiguousarray(part, np.int64).tobytes())
-    return {"model": model.hexdigest(), "texts": text.hexdigest()}
+    return model.hexdigest()
 
 
 class Rows:
@@ -49,7 +55,7 @@ class Rows:
         mine = {**fingerprint(config, params, texts), **{k: str(v) for k, v in settings.items()}}
         file = self.folder / "rows.json"
         if file.is_file():
-            theirs = json.loads(file.read_text())
+            theirs = _described(file)
             for name in sorted(mine.keys() | theirs.keys()):
                 if mine.get(name) != theirs.get(name):
                     raise ValueError(
@@ -63,13 +69,37 @@ class Rows:
         write_atomic(file, json.dumps(mine, indent=2) + "\n")
 
     def get(self, name: str) -> np.ndarray | None:
+        """None if there is none. Raises ValueError for a file that is not whole."""
         file = self.folder / f"{name}.npy"
-        return np.load(file) if file.is_file() else None
+        if not file.is_file():
+            return None
+        try:
+            return np.load(file, allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"{file} is damaged ({reason}); delete it, and it is computed again") from None
 
     def put(self, name: str, array: np.ndarray) -> None:
         buffer = io.BytesIO()
         np.save(buffer, array)
         write_atomic(self.folder / f"{name}.npy", buffer.getvalue())
+
+
+def _described(file: pathlib.Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(file.read_text()))
+    except (ValueError, TypeError):
+        raise ValueError(f"{file} is damaged; delete the folder, and its rows are computed again") from None
+
+
+def kept(keep: Rows | None, name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
+    """Row `name` from its file, or computed and put there."""
+    found = None if keep is None else keep.get(name)
+    if found is None:
+        found = compute()
+        if keep is not None:
+            keep.put(name, found)
+    return found
 
 
 def _short(value: str | None) -> str:

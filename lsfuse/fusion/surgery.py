@@ -8,7 +8,7 @@ Blocks are named by their index in the model that a transform is given. What bec
         fusion.fuse_ffn([(6, 8)]))  # inclusive; 9, the run's last FFN, stays
     config2, params2 = surgery(config, params)
 
-Every illegal request raises before any array is touched, naming block and reason.
+Every illegal request raises before any weight is touched, naming block and reason, also if it is the last of a chain.
 """
 
 import dataclasses
@@ -29,7 +29,9 @@ from lsfuse.fusion.tree import (
     check_range,
     check_spans,
     leaves_of,
+    on_shapes_first,
     rebuild,
+    span_list,
     widened,
 )
 from lsfuse.model.config import BlockConfig, ModelConfig
@@ -39,14 +41,15 @@ from lsfuse.types import Array, Params
 
 
 def chain(*transforms: Transform) -> Transform:
-    """One after the other. Indices of a later transform refer to what the earlier ones leave."""
+    """One after the other. Indices of a later transform refer to what the earlier ones leave. All are gone through on
+    shapes before the first touches a weight."""
 
     def apply(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
         for transform in transforms:
             config, params = transform(config, params)
         return config, params
 
-    return apply
+    return on_shapes_first(apply)
 
 
 def remove_attention(blocks: Iterable[int]) -> Transform:
@@ -228,7 +231,9 @@ def replace_spans(replacements: Iterable[tuple[int, int, Transform | None]]) -> 
     """Every span (first, last), inclusive, becomes what its transform makes of it, taken as a model of its own (its
     block 0 is block `first`); None removes it. Indices are those of the model before any replacement. A span may not
     part blocks that run in parallel."""
-    given = [(int(a), int(b), t) for a, b, t in replacements]
+    listed = list(replacements)
+    spans = span_list("replace_spans", [(a, b) for a, b, _ in listed])
+    given = [(a, b, t) for (a, b), (_, _, t) in zip(spans, listed, strict=True)]
 
     def apply(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
         for first, last in check_spans("replace_spans", [(a, b) for a, b, _ in given], config):
@@ -262,7 +267,7 @@ def replace_spans(replacements: Iterable[tuple[int, int, Transform | None]]) -> 
             raise ValueError("replace_spans: no block would be left; a model needs at least one")
         return rebuild(config, params, blocks, leaves, origin, "; ".join(notes))
 
-    return apply
+    return on_shapes_first(apply)
 
 
 def _each(name: str, chosen: tuple[int, ...], change) -> Transform:
@@ -273,7 +278,7 @@ def _each(name: str, chosen: tuple[int, ...], change) -> Transform:
             blocks[i], leaves[i] = change(config, i, blocks[i], leaves[i])
         return rebuild(config, params, blocks, leaves, block_sources(config), f"{name} on {block_ranges(chosen)}")
 
-    return apply
+    return on_shapes_first(apply)
 
 
 def _with_ffn(config: ModelConfig) -> tuple[int, ...]:

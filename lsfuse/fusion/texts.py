@@ -37,9 +37,12 @@ class Texts:
             yield np.pad(ids, ((0, lack), (0, 0))), np.pad(lengths, (0, lack))
 
 
-def check_texts(where: str, texts: Texts, config: ModelConfig, params: Params) -> None:
-    """Raises ValueError for ids that the model does not have, or parameters that are not its own."""
+def check_texts(where: str, texts: Texts, config: ModelConfig, params: Params, batch_size: int = 1) -> None:
+    """Raises ValueError for ids that the model does not have, parameters that are not its own, or a batch size that is
+    no whole number of at least 1."""
     check_params(config, params)
+    if not isinstance(batch_size, int | np.integer) or batch_size < 1:
+        raise ValueError(f"{where}: batch_size must be a whole number of texts, at least 1, got {batch_size!r}")
     valid = np.arange(texts.ids.shape[1]) < np.asarray(texts.lengths)[:, None]
     bad = np.argwhere(valid & ((texts.ids < 0) | (texts.ids >= config.vocab_size)))
     if bad.size:

@@ -1,8 +1,10 @@
 """What all transforms share: naming blocks, checking spans, and putting a model together again from its blocks."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Sequence
 
+import jax
 import jax.numpy as jnp
 
 from lsfuse.model.config import BlockConfig, ModelConfig, block_param_shapes, ffn_norm
@@ -14,9 +16,33 @@ Leaves = dict[str, Array]
 Transform = Callable[[ModelConfig, Params], tuple[ModelConfig, Params]]
 
 
+def on_shapes_first(transform: Transform) -> Transform:
+    """The same transform, gone through on shapes before any weight is touched, so that what cannot be done (by a later
+    part of a chain, to a later block) raises before any work. Shapes and tracers are taken as they come."""
+
+    def apply(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
+        if not any(isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+            try:
+                jax.eval_shape(lambda params: transform(config, params)[1], params)
+            except jax.errors.JAXTypeError:  # a transform of one's own that reads values: no shape tells what it does
+                pass
+        return transform(config, params)
+
+    return apply
+
+
 def block_sources(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
     """Of which blocks of the original model each block is made."""
     return config.sources or tuple((i,) for i in range(config.num_blocks))
+
+
+def span_list(name: str, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans as ints. Raises ValueError for what is no list of pairs, a single pair among others."""
+    try:
+        given = list(spans)
+        return [(operator.index(first), operator.index(last)) for first, last in given]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: spans must be a list of pairs such as [(6, 8)], got {spans!r}") from None
 
 
 def check_spans(name: str, spans: Sequence[tuple[int, int]], config: ModelConfig) -> list[tuple[int, int]]:
@@ -49,7 +75,11 @@ def check_range(name: str, blocks: Sequence[int], config: ModelConfig) -> None:
 
 
 def block_indices(name: str, blocks: Iterable[int]) -> tuple[int, ...]:
-    chosen = tuple(int(b) for b in blocks)
+    """Blocks as ints, in order. Raises ValueError for what is no list of whole numbers, and for a block named twice."""
+    try:
+        chosen = tuple(operator.index(b) for b in blocks)
+    except TypeError:
+        raise ValueError(f"{name}: blocks must be a list of block numbers such as [6, 7], got {blocks!r}") from None
     if len(set(chosen)) < len(chosen):
         twice = next(b for b in chosen if chosen.count(b) > 1)
         raise ValueError(f"{name}: block {twice} is named twice")

@@ -26,7 +26,7 @@ from lsfuse.model import ModelConfig, abstract_params, count_params
 from lsfuse.model.params import check_trainable
 from lsfuse.train import workdir as files
 from lsfuse.train.config import checked, resolve_config, today_s_fields
-from lsfuse.train.distil_data import TextWindows, evaluate, full, probe, read_text
+from lsfuse.train.distil_data import TextWindows, check_positions, evaluate, full, probe, read_text
 from lsfuse.train.distil_report import format_distillation, summarize_distillation, write_distillation_report
 from lsfuse.train.distil_schema import STAGE
 from lsfuse.train.distil_step import Flat, first_trained_run, flatten, make_stage_update, trained_names, unflatten
@@ -120,6 +120,9 @@ def set_up_distillation(
     spans = tuple(s for s in match_blocks(model, parent_config) if s.replaced)
     windows = TextWindows(read_text(config.data.path) if text is None else text, tokenizer, config.data.held_out)
     stages = _stages(config, model, spans, windows)
+    for field, size in (("eval.window", config.eval.window), ("probe.context", config.probe.context)):
+        if size is not None:
+            check_positions(field, size, model)
     held_out = windows.held_out_windows(config.eval.window, config.eval.count, "eval")
     context = config.probe.context or max(stage.fields.context for stage in stages)
     probed = windows.held_out_windows(context, config.probe.count, "probe") if config.probe.count else None
@@ -146,7 +149,10 @@ def _models(config: ConfigDict, parent_config: ModelConfig, parent: Model | None
     elif path is not None:
         model = io.check_hf(path)
     else:
-        model, _ = on_shapes(transform, parent_config, abstract_params(parent_config, dtype))
+        try:
+            model, _ = on_shapes(transform, parent_config, abstract_params(parent_config, dtype))
+        except ValueError as error:
+            raise ValueError(f"config.surgery: {error}") from None
 
     def load() -> tuple[Model, Model]:
         first = parent or io.load_hf(config.model.path, dtype)
@@ -168,10 +174,7 @@ def _stages(config: ConfigDict, model: ModelConfig, spans: tuple[Span, ...], tex
             raise ValueError(f"config.{where} {what}; fields: {', '.join(STAGE)}")
         values = {k: checked(f"{where}.{k}", given.get(k, field.default), field) for k, field in STAGE.items()}
         fields = ConfigDict(values)
-        if fields.context > model.max_position_embeddings:
-            raise ValueError(
-                f"config.{where}.context {fields.context} exceeds the model's {model.max_position_embeddings} positions"
-            )
+        check_positions(f"{where}.context", fields.context, model)
         optimizer = ConfigDict({**config.optimizer.to_dict(), "learning_rate": fields.learning_rate, "trainable": None})
         try:
             text.size(fields.context)
@@ -217,6 +220,13 @@ def distil(
     setup = set_up_distillation(
         config, workdir, parent=parent, child=child, tokenizer=tokenizer, text=text, resume=resume
     )
+    del parent, child  # `setup` has them
+    return run_distillation(setup, workdir, resume=resume, progress=progress)
+
+
+def run_distillation(setup: DistilSetup, workdir: pathlib.Path, *, resume: bool, progress: bool) -> Result:
+    """`distil` of what was set up. Of what `setup.load` returns it keeps only what is trained, or differs between
+    teacher and student: whoever holds the parent besides holds it twice."""
     with files.full_disk(workdir), files.locked(workdir):
         files.check_workdir(workdir, setup.saved, resume)
         write_run_files(workdir, setup.saved)
@@ -241,12 +251,16 @@ class _Run:
         params, first, done, opt_state = self._restore()
         if opt_state is None:
             self._evaluate(params, 0, 0, last=True)
+        held = [(params, opt_state)]
+        del params, opt_state
         for stage in self.setup.stages[first:]:
-            params = self._stage(stage, params, done, opt_state)
-            done, opt_state = 0, None
-        return self._finish(params)
+            held.append((self._stage(stage, done, held), None))
+            done = 0
+        return self._finish(held.pop()[0])
 
-    def _stage(self, stage: Stage, params: Params, done: int, opt_state: Any) -> Params:
+    def _stage(self, stage: Stage, done: int, held: list[tuple[Params, Any]]) -> Params:
+        """held: parameters and the optimizer's state. Popped, so that no frame holds them as they were before."""
+        params, opt_state = held.pop()
         fields, config = stage.fields, self.setup.config
         optimizer, schedule = stage.optimizer(), make_schedule(stage.optimizer_fields, fields.steps)
         flat = flatten(params)

@@ -24,6 +24,14 @@ def read_text(path: str | pathlib.Path) -> str:
         raise ValueError(f"config.data.path: {path} is not UTF-8 text ({error})") from None
 
 
+def check_positions(field: str, tokens: int, model: ModelConfig) -> None:
+    """Raises ValueError, naming the config's field, for more tokens than the model has positions for."""
+    if tokens > model.max_position_embeddings:
+        raise ValueError(
+            f"config.{field}: {tokens} tokens exceed the model's {model.max_position_embeddings} positions"
+        )
+
+
 class TextWindows:
     """Windows of a text without its held-out characters.
 

@@ -28,6 +28,19 @@ def stage_optimizer_fields() -> Mapping[str, Field]:
     return {k: v for k, v in optimizer_fields(0.0).items() if k not in ("learning_rate", "trainable")}
 
 
+def check_blocks(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` holds numbers of blocks."""
+    if any(type(i) is not int or i < 0 for i in value):
+        raise ValueError(f"{name} must hold blocks, whole numbers from 0, for example (6, 7), got {value}")
+
+
+def check_spans(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` holds pairs (first, last)."""
+    for span in value:
+        if not isinstance(span, tuple | list) or len(span) != 2 or any(type(i) is not int for i in span):
+            raise ValueError(f"{name} must hold spans (first, last), for example ((6, 8),), got {value}")
+
+
 DISTIL_SCHEMA: dict[str, Any] = {
     "program": Field("distil", "what the launcher runs", choices=("distil",)),
     "seed": Field(0, "of the order of windows", minimum=0),
@@ -39,8 +52,8 @@ DISTIL_SCHEMA: dict[str, Any] = {
         "child": Field(None, "the child, likewise; None: what `surgery` makes of the parent", (str,)),
     },
     "surgery": {
-        "remove_attention": Field((), "blocks that lose their attention"),
-        "fuse_ffn": Field((), "spans (first, last), inclusive, of blocks whose FFNs are fused"),
+        "remove_attention": Field((), "blocks that lose their attention", check=check_blocks),
+        "fuse_ffn": Field((), "spans (first, last), inclusive, of blocks whose FFNs are fused", check=check_spans),
         "norm": Field("fold", "whose norm gains a fused FFN takes", choices=NORMS),
     },
     "data": {

@@ -6,15 +6,16 @@ and training go on inside.
 
 parent/          the parent's own training    analysis/, analysis.json   scores, dependencies, heat maps
 plan.json        what is done                 fused/, fused.json         the child, in Hugging Face layout; its sizes
-table.json       a row to every variant       distil/, distilled.json    training of the child; its row
-export/          checkpoints, read back       report.md, summary.json    all of it, for people and for programs
+table.json       a row to every variant       time.json                  a decoding step before and after
+distil/, distilled.json   training of the child; its row                 export/   checkpoints, read back
+report.md, summary.json   all of it, for people and for programs
 """
 
 import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,12 +27,12 @@ from lsfuse import fusion, io
 from lsfuse.fusion.describe import on_shapes, summarize
 from lsfuse.fusion.distil import Model
 from lsfuse.io.hf_config import why_not_family
-from lsfuse.model import forward, logits
-from lsfuse.train import fuse_analysis
+from lsfuse.model import abstract_params, forward, logits
+from lsfuse.train import fuse_analysis, fuse_time
 from lsfuse.train import workdir as files
-from lsfuse.train.distil import distil, surgery
+from lsfuse.train.distil import run_distillation, surgery
 from lsfuse.train.fuse_report import write_fusion_report
-from lsfuse.train.fuse_setup import RESULTS, FuseSetup, set_up_fusion
+from lsfuse.train.fuse_setup import RESULTS, FuseSetup, set_up_fusion, training
 from lsfuse.train.fuse_table import DISTILLED, PARENT, continued, measure, variants
 from lsfuse.train.metadata import write_run_files
 from lsfuse.train.progress import Progress
@@ -119,6 +120,9 @@ class _Run:
 
     @functools.cached_property
     def parent(self) -> Model:
+        return self.load_parent()
+
+    def load_parent(self) -> Model:
         if "warm_start" not in self.setup.work:
             return self.setup.load()
         return io.load_hf(self.workdir / "parent" / "model", self.setup.config.dtype)
@@ -133,13 +137,21 @@ class _Run:
 
     @functools.cached_property
     def child(self) -> Model:
+        return self.load_child()
+
+    def load_child(self) -> Model:
         """What the stage "fuse" has left. Raises ValueError if it is not what the plan makes of the parent."""
         folder = self.workdir / "fused"
         found = io.load_hf(folder, self.setup.config.dtype)
-        expected, _ = on_shapes(self.surgery, *self.parent)
+        expected, _ = self.child_shapes
         if found[0] != expected:
             raise ValueError(f"{folder} is not what plan.json makes of the parent; delete it, and run the stage fuse")
         return found
+
+    @functools.cached_property
+    def child_shapes(self) -> Model:
+        """Its config, and parameters without values."""
+        return on_shapes(self.surgery, *self.parent)
 
     @property
     def surgery(self) -> fusion.Transform:
@@ -152,7 +164,12 @@ class _Run:
     # --- stages -------------------------------------------------------------------------------------------------------
 
     def warm_start(self) -> None:
-        self._train("warm_start", "parent", parent=self.setup.load())
+        def load() -> tuple[Model, Model]:
+            parent = self.setup.load()
+            return parent, parent
+
+        shapes = self.setup.parent, abstract_params(self.setup.parent, jnp.dtype(self.setup.config.dtype))
+        self._train("warm_start", "parent", load, parent=shapes)
 
     def analyse(self) -> None:
         fields = self.setup.config.plan
@@ -187,25 +204,42 @@ class _Run:
         self.progress.line(f"  {name}: perplexity {row['perplexity']:.3f}, KL {row['kl']:.4f}")
         return row
 
+    def time(self) -> None:
+        fields, removed = self.setup.config.time, self.needed("plan")["remove_attention"]
+        sequential = fusion.remove_attention(removed)(*self.parent)
+        models = {fuse_time.PARENT: self.parent, fuse_time.SEQUENTIAL: sequential, fuse_time.FUSED: self.child}
+        found = fuse_time.decode_times(models, fields.batch, fields.context, fields.steps, fields.repeats)
+        self.write(RESULTS["time"], found)
+        self.progress.line(f"  {found['why']}")
+
     @functools.cached_property
     def greedy(self) -> np.ndarray:
         return continued(self.parent, self.setup.prompts, self.setup.config.generate.tokens)
 
     def distil(self) -> None:
-        trained = self._train("distil", "distil", parent=self.parent, child=self.child)
+        parent = self.parent[0], jax.eval_shape(lambda params: params, self.parent[1])
+        child = self.child_shapes
+        # The loop reads them itself and keeps once what teacher and student share; nobody else may hold them.
+        for name in ("parent", "child"):
+            self.__dict__.pop(name, None)
+
+        def load() -> tuple[Model, Model]:
+            return self.load_parent(), self.load_child()
+
+        trained = self._train("distil", "distil", load, parent=parent, child=child)
         self.write(RESULTS["distil"], {"row": self._row(DISTILLED, trained)})
 
-    def _train(self, phase: str, folder: str, parent: Model, child: Model | None = None) -> Model:
-        result = distil(
-            self.setup.training(phase),
-            self.workdir / folder,
-            parent=parent,
-            child=child,
-            tokenizer=self.setup.tokenizer,
-            text=self.setup.text,
-            resume=True,
-            progress=self.bars,
-        )
+    def _train(
+        self,
+        phase: str,
+        folder: str,
+        load: Callable[[], tuple[Model, Model]],
+        parent: Model,
+        child: Model | None = None,
+    ) -> Model:
+        """parent, child: shapes; load: the two."""
+        setup = dataclasses.replace(training(self.setup, phase, parent=parent, child=child), load=load)
+        result = run_distillation(setup, self.workdir / folder, resume=True, progress=self.bars)
         return result.model, result.params
 
     def export(self) -> None:
@@ -235,7 +269,8 @@ class _Run:
     def report(self) -> None:
         table = self.needed("evaluate")
         assert PARENT in table["rows"]
-        results = {name: self.read(RESULTS[name]) for name in ("analyse", "plan", "distil", "export")}
+        results = {name: self.read(RESULTS[name]) for name in ("analyse", "plan", "time", "distil", "export")}
         models = {"parent": self.parent[0], "child": self.child[0]}
         self.summary = write_fusion_report(self.workdir, self.setup.config, models, table["rows"], results)
         self.progress.line((self.workdir / "report.md").read_text(encoding="utf-8"))
+        self.progress.line(f"report.md, its pictures, summary.json and the stages' folders are in {self.workdir}")

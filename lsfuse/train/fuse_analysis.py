@@ -23,7 +23,8 @@ def analyse(
     progress: bool,
 ) -> dict[str, Any]:
     """Every row is kept in `folder` as it is found, and two dependency matrices (npz, JSON, heat map): "blocks", whole
-    blocks of the parent, and "region", the blocks of the attention-free stretch once attention is removed there.
+    blocks of the parent, and "region", pairs of the attention-free stretches, and of the config's spans, once attention
+    is removed there.
 
     fields: the config's `plan`, which may say what is removed. about: see `fusion.save_dependency`.
 
@@ -33,14 +34,14 @@ def analyse(
     config, params = parent
     scores = fusion.removal_scores(config, params, texts, progress=progress, folder=folder / "attention_rows")
     whole = fusion.dependency(config, params, texts, progress=progress, folder=folder / "block_rows")
-    _keep(folder / "blocks", whole, config, about, range(config.num_blocks), (), "whole blocks of the parent")
+    _keep(folder / "blocks", whole, config, about, (), "whole blocks of the parent")
     cheapest = fusion.cheapest_run(scores, len(fields.remove_attention) or fields.num_attentions)
     removed = tuple(fields.remove_attention) or cheapest
     free = fusion.remove_attention(removed)(config, params)
-    rows = {i for first, last in fusion.attention_free_runs(free[0]) for i in range(first, last + 1)}
-    region = fusion.dependency(*free, texts, blocks=rows, progress=progress, folder=folder / "region_rows")
+    regions = _regions(free[0], fields)
+    region = fusion.dependency(*free, texts, regions=regions, progress=progress, folder=folder / "region_rows")
     spans = _spans(free[0], region.mean, fields)
-    _keep(folder / "region", region, free[0], about, rows, spans, "without the attention that is removed")
+    _keep(folder / "region", region, free[0], about, spans, "without the attention that is removed")
     return {
         "attention": [None if np.isnan(x) else float(x) for x in scores],
         "influence": whole.influence.tolist(),
@@ -50,12 +51,22 @@ def analyse(
     }
 
 
-def _keep(path: pathlib.Path, found: fusion.Dependency, config: ModelConfig, about, rows, spans, title: str) -> None:
-    """rows: those that were computed; the heat map leaves the others blank, as 0 would mean independence."""
+def _keep(path: pathlib.Path, found: fusion.Dependency, config: ModelConfig, about, spans, title: str) -> None:
     fusion.save_dependency(path, found, config, about)
-    computed = np.isin(np.arange(config.num_blocks), list(rows))[:, None]
-    shown = np.where(computed, found.mean, np.nan)
-    fusion.plot_dependency(path.with_suffix(".png"), shown, config, spans, title)
+    fusion.plot_dependency(path.with_suffix(".png"), found.mean, config, spans, title)
+
+
+def _regions(config: ModelConfig, fields: ConfigDict) -> list[tuple[int, int]]:
+    """Where spans may lie: stretches without attention, joined with the config's spans, whose first member may keep
+    its own."""
+    given = [(int(first), int(last)) for first, last in fields.fuse_ffn]
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted([*fusion.attention_free_runs(config), *given]):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], last)
+        else:
+            joined.append((first, last))
+    return joined
 
 
 def _spans(config: ModelConfig, mean: np.ndarray, fields: ConfigDict) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from lsfuse.files import write_atomic, write_figure
 from lsfuse.fusion.describe import format_blocks, summarize
 from lsfuse.model import ModelConfig
 from lsfuse.train.fuse_table import COLUMNS, DISTILLED, PARENT
+from lsfuse.train.fuse_time import AGAIN, SEQUENTIAL
 
 Results = Mapping[str, Mapping[str, Any] | None]
 _FORMATS = {"perplexity": ".2f", "kl": ".4f", "top1": ".1%", "diverged": ".0%", "agreed": ".1f"}
@@ -33,6 +34,8 @@ def write_fusion_report(
     summary = {"table": rows, **{name: value for name, value in results.items() if value}, "training": training}
     _plot_table(workdir / "table.png", rows)
     parts = [f"# {_title(config)}", _surgery(models, results), _table(config, rows)]
+    if results["time"]:
+        parts.append(_time(results["time"]))
     if results["analyse"]:
         _plot_scores(workdir / "analysis" / "attention.png", results["analyse"])
         parts.append(_analysis(config, results["analyse"], results["plan"] or {}))
@@ -76,6 +79,24 @@ def _table(config: ConfigDict, rows: Mapping[str, Mapping[str, float]]) -> str:
         f" many tokens are alike before; keys and values in {config.dtype}.\n\n"
         + markdown(["", *COLUMNS.values()], shown)
         + "\n\n![KL of every variant](table.png)"
+    )
+
+
+def _time(found: Mapping[str, Any]) -> str:
+    over = {q["model"]: f"{q['median']:.3f} ({q['least']:.3f}-{q['most']:.3f})" for q in found["ratios"]}
+    over[SEQUENTIAL] = f"1 (timed again: {over.pop(AGAIN)})"
+    rows = [
+        [r["model"], str(r["in_turn"]), f"{r['seconds'] * 1e3:.2f}", f"{r['roofline_seconds'] * 1e3:.2f}"]
+        + [f"{r['bytes'] / 1e6:,.1f}", f"{r['flops'] / 1e9:.2f}", over[r["model"]]]
+        for r in found["rows"]
+    ]
+    columns = ["", "blocks in turn", "ms", "ms at the machine's best", "MB", "GFLOP", "time over the sequential one's"]
+    return (
+        "## Time of a decoding step\n\n"
+        f"{found['batch']} sequences after {found['context']} tokens each, {found['steps']} steps a call, on"
+        f" {found['device']}: the fastest of {found['repeats']} rounds, ratios as medians over them, with their range."
+        " The sequential model is the parent without the removed attention; the fused one is not distilled, which"
+        " changes no time.\n\n" + markdown(columns, rows) + f"\n\n{found['why']}"
     )
 
 

@@ -4,11 +4,11 @@ import difflib
 from typing import Any
 
 from lsfuse.fusion.fuse import NORMS
-from lsfuse.train.distil_schema import DISTIL_SCHEMA, stage_optimizer_fields
+from lsfuse.train.distil_schema import DISTIL_SCHEMA, check_blocks, check_spans, stage_optimizer_fields
 from lsfuse.train.schema import SCHEMA, Field
 
 # In the order in which they run; each reads files that those before it have left.
-STAGES = ("warm_start", "analyse", "plan", "fuse", "evaluate", "distil", "export", "report")
+STAGES = ("warm_start", "analyse", "plan", "fuse", "evaluate", "time", "distil", "export", "report")
 
 
 def _check_stages(name: str, value: Any) -> None:
@@ -17,17 +17,6 @@ def _check_stages(name: str, value: Any) -> None:
             near = difflib.get_close_matches(str(stage), STAGES, 1, 0.4)
             hint = f'; did you mean "{near[0]}"?' if near else ""
             raise ValueError(f"{name} has {stage!r}, which is none of {', '.join(STAGES)}{hint}")
-
-
-def _check_blocks(name: str, value: Any) -> None:
-    if any(type(i) is not int or i < 0 for i in value):
-        raise ValueError(f"{name} must hold blocks, whole numbers from 0, for example (6, 7), got {value}")
-
-
-def _check_spans(name: str, value: Any) -> None:
-    for span in value:
-        if not isinstance(span, tuple | list) or len(span) != 2 or any(type(i) is not int for i in span):
-            raise ValueError(f"{name} must hold spans (first, last), for example ((6, 8),), got {value}")
 
 
 FUSE_SCHEMA: dict[str, Any] = {
@@ -57,10 +46,10 @@ FUSE_SCHEMA: dict[str, Any] = {
     },
     "plan": {
         "remove_attention": Field(
-            (), "blocks that lose their attention; (): `num_attentions` chosen by the rule", check=_check_blocks
+            (), "blocks that lose their attention; (): `num_attentions` chosen by the rule", check=check_blocks
         ),
         "num_attentions": Field(4, "blocks in a row, those whose attentions cost least in sum", minimum=1),
-        "fuse_ffn": Field((), "spans (first, last), inclusive, to fuse; (): by the rule", check=_check_spans),
+        "fuse_ffn": Field((), "spans (first, last), inclusive, to fuse; (): by the rule", check=check_spans),
         "threshold": Field(0.1, "largest dependency inside a span, by the rule", minimum=0),
         "max_width": Field(None, "most channels of a fused FFN, by the rule; None: any number", (int,), minimum=1),
         "norm": Field("fold", "whose norm gains a fused FFN takes", choices=NORMS),
@@ -70,6 +59,12 @@ FUSE_SCHEMA: dict[str, Any] = {
         "count": Field(16, "held-out prompts whose greedy continuations are compared", minimum=1),
         "prompt": Field(32, "tokens of a prompt", minimum=1),
         "tokens": Field(32, "tokens of a continuation", minimum=1),
+    },
+    "time": {
+        "batch": Field(1, "sequences that are decoded at a time", minimum=1),
+        "context": Field(64, "tokens before the first timed one", minimum=2),
+        "steps": Field(8, "tokens decoded a timed call", minimum=1),
+        "repeats": Field(5, "rounds in which parent, sequential and fused model are timed in turn; 0: none", minimum=0),
     },
     "distil": {
         "stages": Field((), "one dict a stage: loss, context, batch, steps, learning_rate, …; (): no distillation"),

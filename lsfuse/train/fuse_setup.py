@@ -20,16 +20,18 @@ from lsfuse.train import build
 from lsfuse.train import workdir as files
 from lsfuse.train.config import resolve_config
 from lsfuse.train.distil import DistilSetup, describe_stages, set_up_distillation, surgery
-from lsfuse.train.distil_data import TextWindows, read_text
+from lsfuse.train.distil_data import TextWindows, check_positions, read_text
 from lsfuse.train.fuse_schema import STAGES
 
-# Stage -> those whose results it reads; "warm_start" and "distil" count where the config has any training for them.
+# Stage -> those whose results it reads; "warm_start" and "distil" count where the config has any training for them,
+# "time" where it has repeats.
 NEEDS = {
     "warm_start": (),
     "analyse": ("warm_start",),
     "plan": ("warm_start", "analyse"),
     "fuse": ("warm_start", "plan"),
     "evaluate": ("warm_start", "fuse"),
+    "time": ("warm_start", "fuse"),
     "distil": ("warm_start", "fuse"),
     "export": ("warm_start", "fuse", "distil"),
     "report": ("warm_start", "plan", "evaluate"),
@@ -89,7 +91,8 @@ def set_up_fusion(
     facts = {"passed": ["parent"] if parent else [], "text_sha256": windows.sha256}
     # Which of the stages a session runs says nothing about what they leave.
     saved = json.loads(json.dumps({**config.to_dict(), **facts, "stages": ()}))
-    work = tuple(s for s in STAGES if s not in ("warm_start", "distil") or config[s].stages)
+    asked = {"warm_start": config.warm_start.stages, "distil": config.distil.stages, "time": config.time.repeats}
+    work = tuple(s for s in STAGES if asked.get(s, True))
     setup = FuseSetup(
         config=config,
         saved=saved,
@@ -164,16 +167,16 @@ def _check(setup: FuseSetup) -> None:
     config, model = setup.config, setup.parent
     for stage in config.stages:
         if stage not in setup.work:
-            raise ValueError(f'config.stages has "{stage}", but config.{stage}.stages is empty: there is nothing to do')
+            lacking = "time.repeats is 0" if stage == "time" else f"{stage}.stages is empty"
+            raise ValueError(f'config.stages has "{stage}", but config.{lacking}: there is nothing to do')
     for name, size in (
         ("analysis.window", config.analysis.window),
         ("eval.window", config.eval.window),
+        ("probe.context", config.probe.context or 0),
         ("generate.prompt and generate.tokens", config.generate.prompt + config.generate.tokens),
+        ("time.context and time.steps", config.time.context + config.time.steps if "time" in setup.stages else 0),
     ):
-        if size > model.max_position_embeddings:
-            raise ValueError(
-                f"config.{name}: {size} tokens exceed the model's {model.max_position_embeddings} positions"
-            )
+        check_positions(name, size, model)
     child = child_of(setup, likely_plan(setup))
     shapes = model, abstract_params(model, jnp.dtype(config.dtype))
     for phase, changes in (("warm_start", {}), ("distil", {"child": child})):
@@ -227,6 +230,7 @@ RESULTS = {
     "plan": "plan.json",
     "fuse": "fused.json",
     "evaluate": "table.json",
+    "time": "time.json",
     "distil": "distilled.json",
     "export": "export.json",
 }
@@ -253,7 +257,7 @@ def describe_fusion(config: ConfigDict | Mapping[str, Any]) -> str:
     lines.append(
         f"analyse: {analysed.num_tokens:,} tokens; {2 * blocks} passes from a block to the end for the scores of"
         f" {blocks} attentions and the dependencies of {blocks} blocks, and one for each block of the"
-        " attention-free stretch"
+        " attention-free stretch, to the stretch's end"
     )
     found = likely_plan(setup)
     likely = child_of(setup, found)
@@ -261,6 +265,12 @@ def describe_fusion(config: ConfigDict | Mapping[str, Any]) -> str:
     rule = f"by the rule, {plan.num_attentions} attentions in a row and spans of M at most {plan.threshold}"
     lines.append(f"plan: {said if setup.explicit else rule}")
     lines.append(f"evaluate: {setup.held_out.num_tokens:,} tokens; {len(setup.prompts)} continuations")
+    if "time" in setup.stages:
+        fields = setup.config.time
+        lines.append(
+            f"time: {fields.repeats} rounds of {fields.steps} tokens for {fields.batch} sequences, {fields.context}"
+            " tokens each, decoded by three models"
+        )
     shapes = model, abstract_params(model, jnp.dtype(setup.config.dtype))
     for phase, child in (("warm_start", None), ("distil", likely)):
         if phase in setup.stages:
