@@ -8,6 +8,7 @@ of the suite, and a run resumed after a kill, does not compile again. `rm -r .ca
 import importlib.metadata
 import os
 import pathlib
+import subprocess
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -17,6 +18,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 # Compiling is most of the suite's time, and unoptimised machine code takes half as long to make. Without the fusion
 # emitters of JAX 0.10 it takes half of that again; the newest JAX has no such flag, and unknown flags end the process.
 QUICK = "--xla_backend_optimization_level=0"
+QUICK += " --xla_force_host_platform_device_count=8"  # for meshes; whatever names none runs on the first
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     QUICK += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", QUICK)
@@ -51,6 +53,19 @@ def strict_promotion():
 def repo_root() -> pathlib.Path:
     """The repository's root, where `experiments` and `configs` are run from."""
     return ROOT
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder that is a file system of 2 MB."""
+    if os.name != "posix" or os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("this machine does not let root mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
 
 
 @pytest.fixture(autouse=True)

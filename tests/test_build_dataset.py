@@ -13,6 +13,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from lsfuse import data, train
+from lsfuse.data import datasets
 from lsfuse.io.checkpoint_manifest import ConfigMismatch
 from lsfuse.train import phases
 from tests.resume_child import CONFIG, at
@@ -62,6 +63,15 @@ def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path, repo_root):
     assert result.returncode == 1 and not result.stdout
     assert line.startswith(f"error: {tmp_path / 'x.jsonl'}, line 2: not JSON") and "cut short" in line
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.slow
+def test_full_disk(small_disk, repo_root):
+    arguments = ["--name=retrieval", "--split=train=9000", f"--data_dir={small_disk}"]
+    result = in_a_process(*arguments, cwd=repo_root)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1, result.stderr
+    assert f"error: {small_disk / 'retrieval'} was not built: " in result.stderr and "No space left" in result.stderr
+    assert not [path for path in small_disk.rglob("*") if path.is_file()] and datasets.built(small_disk) == []
 
 
 @pytest.mark.parametrize(

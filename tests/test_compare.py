@@ -53,3 +53,13 @@ def test_the_command(runs, repo_root, tmp_path):
     command[3] = str(tmp_path)
     result = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1 and result.stderr.startswith(f"error: {tmp_path} holds no config.json")
+
+
+@pytest.mark.parametrize("name, where", [("config.json", "config.json"), ("metrics.jsonl", "metrics.jsonl, line 1")])
+def test_damaged_runs_are_named(tmp_path, name, where):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text('{"phase": "rl", "step": 0}\n')
+    compare.read_run(tmp_path)
+    (tmp_path / name).write_text("oops}\n")
+    with pytest.raises(ValueError, match=f"{where} cannot be read"):
+        compare.read_run(tmp_path)

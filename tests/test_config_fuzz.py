@@ -70,6 +70,7 @@ COMBINATIONS = (
     {"rl.importance_correction": "token", "rl.importance_cap": 0.0},
     {"rl.max_prompt": 62, "rl.max_response": 3},
     {"rl.max_response": 3, "rl.overlong_buffer": 4},
+    {"rl.max_response": 24, "replay.response_buckets": (8, 24)},
     {"rl.optimizer.schedule": "cosine", "rl.optimizer.warmup_steps": 11},
     {"model.num_heads": 3, "model.num_kv_heads": 2},
     {"task.retrieval.distinct_values": False, "task.retrieval.answer_length": 10**6},

@@ -60,7 +60,7 @@ def test_mistakes_before_any_work(launch, tmp_path):
     expect_one_line(launch(f"--workdir={used}"), 1, "is not empty (it holds file)")
     new = tmp_path / "new"
     expect_one_line(launch(f"--workdir={new}", "--config.task.name=gsm8k"), 1, 'task "gsm8k" needs a tokenizer')
-    expect_one_line(launch(f"--workdir={new}", "--config.rl.temperature=-1"), 1, "temperature must be positive")
+    expect_one_line(launch(f"--workdir={new}", "--config.rl.temperature=-1"), 1, "temperature must be at least 0.001")
     expect_one_line(launch(f"--workdir={new}", "--config.model.path=nowhere"), 1, "nowhere")
     assert not new.exists()
 
@@ -97,6 +97,7 @@ def test_every_config_says_how_ci_runs_it(repo_root):
         (["--config.warm_start.stages=((2,3),)"], 1, "config.warm_start.stages[0] must be"),
         (["--sweep=rl.stepz=1,2"], 1, 'config has no field "rl.stepz"; did you mean "rl.steps"'),
         (["--sweep=rl.steps=1,-1"], 1, "config.rl.steps must be at least 0"),
+        (["--sweep=rl.objective.name=grpo,dpo"], 1, "--sweep, rl.objective.name=dpo: config.rl.obj"),
     ],
 )
 def test_impossible_configs_are_one_line(launch, tmp_path, arguments, code, message):

@@ -49,6 +49,14 @@ def test_dapo(x64):
     np.testing.assert_allclose([loss, grad.item()], [-1.28, 0.0], atol=1e-12)
 
 
+def test_dapo_s_mean_is_over_the_batch(x64):
+    """Two groups of one response each, 1 token of advantage 1 and 3 of -1, on-policy: (-1 + 3) / 4 = .5; a mean of
+    each prompt's own mean would be (-1 + 1) / 2 = 0."""
+    logps, entropies, batch = make_batch(dtype=np.float64, lengths=((1,), (3,)), group_sizes=(1, 1), old=False)
+    batch = batch.replace(completion_mask=np.ones_like(batch.completion_mask), advantages=jnp.array([[1.0], [-1.0]]))
+    np.testing.assert_allclose(run(dapo(), logps, entropies, batch)[0], 0.5, rtol=1e-12)
+
+
 @pytest.mark.parametrize("log_ratio, advantage, loss, grad", [
     (1.5, -1.0, 3.0, 0.0),  # e^1.5 = 4.4817 is cut at 3
     (1.0, -2.0, 5.436564, 5.436564),  # e = 2.71828, below 3

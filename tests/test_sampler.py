@@ -18,6 +18,8 @@ from lsfuse.rl import decode, kernels_in_run
 from lsfuse.rl.sampler import Sampler
 
 CONFIGS = {"tiny": helpers.TINY, "mixed": helpers.MIXED, "hollow": helpers.HOLLOW}
+# Without attention, and so without a byte of state, it still generates.
+FREE = helpers.tiny(blocks=(model.BlockConfig("none", 1, 8),) * 2)
 ROOM, BRANCHES, STEPS = 11, 3, 6
 LENGTHS = (11, 1, 0, 8)  # a prompt of one token, and a group that is only padding
 
@@ -69,9 +71,11 @@ def dense_logps(config, params, prompt, completion):
 # --- against the model ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "free"])
 def test_temperature_0_takes_the_argmax_of_a_dense_forward(x64, name):
-    config, params = CONFIGS[name], helpers.random_params(CONFIGS[name])
+    config = CONFIGS.get(name, FREE)
+    params = helpers.random_params(config)
+    assert (replay.state_bytes_per_token(config, np.float64) == 0) == (name == "free")
     ids, lengths = prompts(config)
     out, sizes, logps = arrays(make(config, temperature=0.0)(params, ids, lengths, jax.random.key(0)))
     assert logps.dtype == np.float64 and out.dtype == sizes.dtype == np.int32

@@ -316,7 +316,7 @@ def test_groups_of_text(tmp_path):
         ({"prompt_ids": None}, "got none"),
         ({"prompt_ids": None, "prompt": [3]}, "'prompt' must be a text"),
         ({"rewards": [1.0, float("nan")]}, "branch 1: rewards must be finite, got nan"),
-        ({"rewards": [1.0, None]}, "branch 1: rewards must be finite"),
+        ({"rewards": [1.0, None]}, "branch 1: rewards must be finite, got null"),
         ({"rewards": [1.0]}, "1 rewards for 2 responses"),
         ({"rewards": "high"}, "'rewards' must be a list of numbers"),
         ({"masks": [[1], [1]]}, "branch 1: masks has length 1, the response 2 tokens"),
@@ -324,6 +324,10 @@ def test_groups_of_text(tmp_path):
         ({"masks": [[1], None]}, "'masks' must have a list for every response"),
         ({"old_logps": [[-1], [-1, None]]}, "branch 1, token 1: old_logps is nan"),
         ({"old_logps": [[-1]]}, "1 rows of old_logps"),
+        ({"old_logps": [[-1], [-1, 0.5]]}, "branch 1, token 1: old_logps is 0.5, but .*never positive"),
+        ({"masks": []}, "0 rows of masks for 2 responses"),
+        ({"rewards": [1.0, 10**400]}, "'rewards' must be numbers of float32, got 1000"),
+        ({"rewards": [1.0, 1e300]}, "branch 1: rewards must be finite, got 1e.300"),
         ({"response_ids": [[5], [6, 8]]}, "branch 1: response, token 1: id 8 is outside the vocabulary of 8"),
         ({"response_ids": [[5], [6, 7.0]]}, "branch 1 must be a list of integer"),
         ({"response_ids": []}, "'response_ids' must be a list that is not empty"),
@@ -339,6 +343,18 @@ def test_bad_groups_are_named_by_line_before_any_work(tmp_path, changes, message
     path = write(tmp_path, LINE, row)
     with pytest.raises(ValueError, match=f"groups.jsonl, line 2.*{message}"):
         JsonlGroups(path, vocab_size=8, max_prompt=4, max_response=3, context=6)
+
+
+def test_lines_that_json_takes_but_nothing_after_it(tmp_path):
+    digits = '{"prompt_ids": [' + "1" * 5000 + "]}"
+    for line, message in (
+        ('{"prompt": ' + "[" * 100_000, "nested too deeply"),
+        ('{"prompt": "\\ud800", "responses": ["b"]}', "half of a surrogate pair"),
+        (digits, "Exceeds the limit"),
+    ):
+        with pytest.raises(ValueError, match=f"groups.jsonl, line 1: .*{message}"):
+            JsonlGroups(write(tmp_path, line), Bytes())
+    assert len(JsonlGroups(write(tmp_path, '{"prompt": "\\ud83d\\ude00", "responses": ["b"]}'), Bytes())) == 1
 
 
 def test_truncated_and_missing_group_files(tmp_path):
@@ -370,6 +386,9 @@ def test_preference_pairs(tmp_path):
         ('{"prompt_ids": [1], "chosen": [3], "rejected": [5], "response_ids": [[3]]}', "or response_ids, not both"),
         ('{"prompt_ids": [1], "chosen": 3, "rejected": [5]}', "'chosen' must be a text, a list"),
         ('{"prompts": [[1], [2]], "chosen": [3], "rejected": [5]}', "row 1 differs from row 0"),
+        ('{"prompt_ids": [1], "chosen": [3], "rejected": [3]}', "pair 0: chosen and rejected are equal"),
+        ('{"prompt_ids": [1], "chosen": [3], "rejected": [5], "rewards": [1, 0]}', "leave 'rewards' out"),
+        ('{"prompt": "a", "chosen": [{"role": "user"}], "rejected": "b"}', "'chosen' holds a conversation"),
     ],
 )
 def test_bad_pairs_are_named(tmp_path, line, message):

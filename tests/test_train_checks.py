@@ -37,7 +37,9 @@ def groups(tmp_path):
             "dynamic_sampling is 2, but a group of num_generations 1 never has rewards that differ",
         ),
         ({"importance_correction": "token", "objective": {"name": "gspo"}}, 'one weight a response; set it to "seq'),
-        ({"importance_correction": "token", "objective": {"name": "nll"}}, 'objective "nll" has none'),
+        ({"objective": {"name": "nll"}}, 'name is "nll", which raises the likelihood of given responses: set'),
+        ({"importance_correction": "token", "old_logps": "none", "num_iterations": 1}, "so that there is no ratio"),
+        ({"num_iterations": 2, "old_logps": "none"}, "num_iterations is 2: from the second update on"),
         ({"importance_correction": "token", "importance_cap": 0.0}, "importance_cap, the largest weight, is 0.0"),
     ],
 )
@@ -61,6 +63,7 @@ def test_fields_that_do_not_go_together(changes, message):
             'line 1: config.rl.objective.name "grpo" needs rewards',
         ),
         ([LINE], {"importance_correction": "token"}, "the groups have no old_logps, .*line 1"),
+        ([LINE], {"importance_correction": "token", "objective": {"name": "nll"}}, 'objective "nll" has none'),
         ([LINE], {"old_logps": "sampler"}, 'old_logps is "sampler", but groups sampled elsewhere have none'),
         ([LINE], {"dynamic_sampling": 2}, "dynamic_sampling is 2, but groups sampled elsewhere are not sampled"),
         ([LINE], {"overlong_buffer": 1}, "overlong_buffer is 1, but groups sampled elsewhere are not sampled"),

@@ -1,7 +1,8 @@
 """Fifty optimizer steps of every objective from one supervised start: held-out reward and preferences get better.
 
 The start knows where the answer is, but was taught to be careless: half of its last targets were wrong. So it answers
-right about half the time, every group has spread, and what an objective has to teach is small.
+right about half the time, every group has spread, and what an objective has to teach is small. The careful part is long
+enough for every seed tried (0.94 right at least); shorter, rounding decides whether there is anything to bring back.
 """
 
 import dataclasses
@@ -69,7 +70,7 @@ def changed(**rl_fields) -> dict:
 def start(tmp_path_factory):
     """(Hugging Face folder, held-out reward) of the start."""
     warm = {
-        "stages": ((400, 32, ()), (60, 32, (("careless", True),))),
+        "stages": ((700, 32, ()), (60, 32, (("careless", True),))),
         "optimizer": {"learning_rate": 4e-3, "b2": 0.98, "warmup_steps": 20},
     }
     config = changed(steps=0) | {"model": MODEL, "warm_start": warm}
@@ -104,18 +105,20 @@ def test_held_out_reward_rises(tmp_path, start, name, more):
 
 
 def preferences(path, split: str, count: int) -> data.JsonlGroups:
-    """Two pairs a prompt: the right answer before the other one of its context, and before another prompt's."""
+    """Two pairs a prompt: the right answer before the other one of its context, and before itself reversed."""
     encode = TASK.tokenizer.encode
     with path.open("w") as file:
         for i in range(count):
             example = TASK.example(split, i)
             right, wrong = encode(example["answer"]), encode(TASK.example(split, i + 1_000_000)["answer"])
+            rejected = [ids for ids in (wrong, right[::-1]) if ids != right]
             line = {
                 "prompt_ids": example["prompt_ids"].tolist(),
-                "chosen": [right + STOP, right + STOP],
-                "rejected": [wrong + STOP, right[::-1] + STOP],
+                "chosen": [right + STOP] * len(rejected),
+                "rejected": [ids + STOP for ids in rejected],
             }
-            file.write(json.dumps(line) + "\n")
+            if rejected:
+                file.write(json.dumps(line) + "\n")
     return data.JsonlGroups(path, TASK.tokenizer)
 
 
@@ -126,7 +129,8 @@ def preferred(start, params, groups) -> float:
     batch = data.make_batch(groups, num_groups=len(groups), **sizes)
     score = jax.jit(replay.per_token_logps(config))
     gain = np.sum(batch.completion_mask * np.asarray(score(params, batch)[0] - score(before, batch)[0]), axis=-1)
-    return float(np.mean(gain[:, ::2] > gain[:, 1::2]))
+    pairs = np.asarray(batch.completion_mask).any(axis=-1)[:, ::2]
+    return float(np.mean((gain[:, ::2] > gain[:, 1::2])[pairs]))
 
 
 def held_out_reward(folder, workdir) -> float:

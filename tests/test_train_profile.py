@@ -20,6 +20,8 @@ def test_self_times(tmp_path):
         return {"ph": "X", "pid": 1, "tid": tid, "name": name, "ts": ts, "dur": dur}
 
     events = [thread(1, "python"), thread(2, "pool"), span(1, "$frame", 0, 1000), span(2, "dot", 50, 20)]
+    events += [span(4, "$threading.py:1 wait", 0, 900), span(2, "ThunkExecutor::Execute (wait)", 0, 200)]
+    events += [span(2, "end: dot", 40, 1)]
     events += [span(2, "while", 0, 100), span(2, "dot", 10, 30), span(2, "add", 55, 5), span(3, "dot", 0, 5)]
     with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
         json.dump({"traceEvents": events}, file)
@@ -37,10 +39,12 @@ def test_two_steps_are_traced(tmp_path):
         jax.block_until_ready(f(x))
         texts.append(profiler.after_step(step == 4))
     assert [text is not None for text in texts] == [False, False, True, False, False]
+    assert "tanh" in texts[2] and "$" not in texts[2] and "Executor" not in texts[2]
     assert "ui.perfetto.dev" in texts[2] and (tmp_path / "profile" / "ops.txt").read_text() == texts[2]
 
 
 def test_too_few_steps(tmp_path):
     profiler = Profiler(tmp_path / "profile")
     profiler.before_step()
-    assert profiler.after_step(True) is None and not (tmp_path / "profile").exists()
+    assert "nothing is traced in a session of one step" in (profiler.after_step(True) or "")
+    assert not (tmp_path / "profile").exists()

@@ -34,6 +34,12 @@ def test_fields_that_came_later_are_those_of_the_run_s_program(tmp_path):
         files.check_workdir(tmp_path, json.loads(json.dumps(now)), resume=True)
 
 
+def test_of_another_program_only_the_program_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(train.default_config(train.DISTIL_SCHEMA).to_dict()))
+    with pytest.raises(ConfigMismatch, match="holds a run of distil, not of group RL; take another"):
+        files.check_workdir(tmp_path, train.default_config().to_dict(), resume=True)
+
+
 def test_used_directories(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(FileExistsError, match="not empty .it holds notes.txt.; .*--resume, or take another"):

@@ -8,6 +8,7 @@ import numpy as np
 
 from lsfuse.replay.batch import Batch
 
+_ROUNDING = 0.01  # by which an engine in half precision may take a log-prob above 0
 _ROW_FIELDS = ("old_per_token_logps", "ref_per_token_logps")
 
 
@@ -106,6 +107,13 @@ def _check_rows(where: str, group: Group, field: str, label: str) -> None:
         if bad.any():
             t = int(np.argmax(bad))
             raise ValueError(f"{where}, branch {g}, token {t}: {label} is {row[t]} at a token that carries loss")
+        positive = (mask != 0) & (np.asarray(row, np.float64) > _ROUNDING)
+        if positive.any():
+            t = int(np.argmax(positive))
+            raise ValueError(
+                f"{where}, branch {g}, token {t}: {label} is {row[t]}, but the log of a probability is never positive;"
+                " if these are probabilities, take their logarithm"
+            )
 
 
 def make_batch(

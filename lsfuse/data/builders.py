@@ -215,6 +215,7 @@ def build(
     Raises:
         FileNotFoundError, ValueError: before anything is written; for a line, naming file, line and field.
         FileExistsError: it is built already. Nothing is ever replaced.
+        OSError: it cannot be written, as on a full disk; nothing is kept.
     """
     kind, slash, config = name.partition("/")
     if kind not in BUILDERS or bool(slash) != (kind in ("prompts", "groups")):
@@ -235,6 +236,9 @@ def build(
         builder = BUILDERS[kind](sources, data_dir=data_dir, name=config or None, progress=progress, **more)
         with contextlib.redirect_stdout(io.StringIO()):  # it talks of downloads
             builder.download_and_prepare()
+    except RuntimeError as error:  # array_record's writer: a full disk, no permission
+        why = str(error).split("\n")[0].split(";")[0]
+        raise OSError(f"{data_root(data_dir) / name} was not built: {why}; nothing was kept") from error
     finally:
         logging.set_verbosity(verbosity)
     return pathlib.Path(builder.data_dir)

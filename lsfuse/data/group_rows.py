@@ -23,6 +23,7 @@ import numpy as np
 
 _FIELDS = {"prompt", "prompt_ids", "prompts", "responses", "response_ids", "rewards", "masks", "old_logps", "ref_logps"}
 _FIELDS |= {"chosen", "rejected"}
+LARGEST = float(np.finfo(np.float32).max)  # a batch holds float32
 RAGGED = ("response_ids", "masks", "old_logps", "ref_logps")
 
 
@@ -43,10 +44,17 @@ def plain_row(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{where}: field 'masks' must hold numbers only")
     rewards = _floats(f"{where}: field 'rewards'", row.get("rewards"))
     for g, reward in enumerate(() if rewards is None else rewards):
-        if not np.isfinite(reward):
-            raise ValueError(f"{where}, branch {g}: rewards must be finite, got {reward}")
+        if not abs(reward) <= LARGEST:
+            got = "null" if row["rewards"][g] is None else reward
+            raise ValueError(f"{where}, branch {g}: rewards must be finite, got {got}")
+    count = len(next(iter(responses.values())))
+    if rewards is not None and len(rewards) != count:
+        raise ValueError(f"{where}: {len(rewards)} rewards for {count} responses")
+    for field in ("masks", "old_logps", "ref_logps"):
+        if isinstance(rows := row.get(field), list) and len(rows) != count:
+            raise ValueError(f"{where}: {len(rows)} rows of {field} for {count} responses")
     plain = {
-        **_prompt(where, row, len(next(iter(responses.values())))),
+        **_prompt(where, row, count),
         **responses,
         "rewards": rewards,
         "masks": masks,
@@ -128,6 +136,8 @@ def _pairs_to_responses(where: str, row: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{where}: give pairs (chosen, rejected) or {sorted(clash)[0]}, not both")
     if missing := [f for f in ("chosen", "rejected") if f not in row]:
         raise ValueError(f"{where}: field {missing[0]!r} is missing; a preference has chosen and rejected")
+    if "rewards" in row:
+        raise ValueError(f"{where}: pairs (chosen, rejected) say which response is better; leave 'rewards' out")
     both = []
     for field in ("chosen", "rejected"):
         value = row[field]
@@ -135,9 +145,17 @@ def _pairs_to_responses(where: str, row: dict[str, Any]) -> dict[str, Any]:
         both.append([value] if one else value)
         if not isinstance(both[-1], list):
             raise ValueError(f"{where}: field {field!r} must be a text, a list of ids or a list of those; got {value}")
+        if wrong := [v for v in both[-1] if not isinstance(v, str | list)]:
+            kind = "a conversation" if isinstance(wrong[0], dict) else type(wrong[0]).__name__
+            raise ValueError(
+                f"{where}: field {field!r} holds {kind} ({_short(wrong[0])}); write the prompt into 'prompt' and the"
+                " last reply alone, as a text, into chosen and rejected"
+            )
     chosen, rejected = both
     if len(chosen) != len(rejected):
         raise ValueError(f"{where}: {len(chosen)} chosen but {len(rejected)} rejected responses; they are pairs")
+    if same := [i for i, (a, b) in enumerate(zip(chosen, rejected, strict=True)) if a == b]:
+        raise ValueError(f"{where}: pair {same[0]}: chosen and rejected are equal ({_short(chosen[same[0]])})")
     responses = [r for pair in zip(chosen, rejected, strict=True) for r in pair]
     field = "responses" if all(isinstance(r, str) for r in responses) else "response_ids"
     return {**{k: v for k, v in row.items() if k not in ("chosen", "rejected")}, field: responses}
@@ -160,6 +178,8 @@ def _floats(where: str, values: Any) -> np.ndarray | None:
         return None
     if not isinstance(values, list) or any(v is not None and not isinstance(v, int | float) for v in values):
         raise ValueError(f"{where} must be a list of numbers, got {_short(values)}")
+    if huge := [v for v in values if type(v) is int and abs(v) > LARGEST]:
+        raise ValueError(f"{where} must be numbers of float32, got {_short(huge[0])}")
     return np.array([np.nan if v is None else float(v) for v in values])
 
 

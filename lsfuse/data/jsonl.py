@@ -32,6 +32,16 @@ def parse_line(where: str, line: bytes) -> dict[str, Any]:
         raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}.{cut}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: not UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise ValueError(f"{where}: lists or objects are nested too deeply to be read") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise ValueError(f"{where}: {str(error).split(';')[0]}") from None
+    if b"\\u" in line:
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start].encode("unicode_escape").decode()
+            raise ValueError(f"{where}: a text holds {half}, half of a surrogate pair, which is no character") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
     return row

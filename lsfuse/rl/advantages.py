@@ -100,8 +100,9 @@ def _moments(rewards: np.ndarray, exists: np.ndarray, sizes: np.ndarray) -> tupl
 def overlong_penalty(lengths: np.ndarray, max_length: int, buffer: int) -> np.ndarray:
     """What DAPO adds to the rewards: 0 up to max_length - buffer tokens, from there linearly down to -1 at max_length.
 
-    Source: DAPO (arXiv 2503.14476) eq. 13. lengths: int, any shape. Raises ValueError for a buffer that is not between
-    1 and max_length.
+    Source: DAPO (arXiv 2503.14476) eq. 13, where max_length is 20480 and buffer 4096: Tunix's defaults. TRL's
+    `get_soft_overlong_punishment` has none, and neither has this. lengths: int, any shape. Raises ValueError for a
+    buffer that is not between 1 and max_length.
     """
     if not 1 <= buffer <= max_length:
         raise ValueError(f"overlong_penalty: buffer must be between 1 and max_length {max_length}, got {buffer}")

@@ -169,7 +169,7 @@ def decode_step(
 
         def body(carry, layer, run=run, block=block):
             stream, cache = carry
-            p = decode_params(params, run, layer, ids.shape[0])
+            p = decode_params(params, config, run, layer, ids.shape[0])
             here = at_block(config, int(run), layer, tokens)
 
             def one(x):

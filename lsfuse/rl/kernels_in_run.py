@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from lsfuse.model.config import ModelConfig
 from lsfuse.model.params import is_quantized
 from lsfuse.model.transformer import block_params
 from lsfuse.types import Array, Params
@@ -56,11 +57,13 @@ def _tiled(x: Array, stack: Array, layer: Array) -> Array:
     return y.astype(x.dtype).reshape(*x.shape[:-1], out)
 
 
-def decode_params(params: Params, run: str, layer: Array, rows: int) -> dict[str, Array | KernelInRun]:
+def decode_params(
+    params: Params, config: ModelConfig, run: str, layer: Array, rows: int
+) -> dict[str, Array | KernelInRun]:
     """`block_params` for a step of `rows` rows: the kernels are left where they are if that is faster; quantised ones
     are not."""
     if rows > MAX_ROWS or any(is_quantized(leaf) for leaf in params["runs"][run].values()):
-        return dict(block_params(params, run, layer))
+        return dict(block_params(params, config, run, layer))
     return {
         name: KernelInRun(leaf, layer) if leaf.ndim == 3 else lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False)
         for name, leaf in jax.tree.map(jnp.asarray, dict(params["runs"][run])).items()

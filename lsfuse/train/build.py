@@ -198,6 +198,11 @@ def check_sizes(config: ConfigDict, model: ModelConfig, task: Any) -> None:
             f"config.rl.max_prompt {config.rl.max_prompt} + max_response {config.rl.max_response} exceed the model's"
             f" context of {context} positions"
         )
+    if useless := [n for n in config.replay.response_buckets if n >= config.rl.max_response]:
+        raise ValueError(
+            f"config.replay.response_buckets has {useless[0]}, which is not below config.rl.max_response"
+            f" {config.rl.max_response}; leave it out, {config.rl.max_response} is always there"
+        )
     if isinstance(task, data.RetrievalTask):
         if task.prompt_length > config.rl.max_prompt:
             raise ValueError(
@@ -221,7 +226,7 @@ def check_trainable(config: ConfigDict, model: ModelConfig) -> None:
     """Raises ValueError if a phase's `optimizer.trainable` is no regular expression, or matches no parameter."""
     for phase in ("warm_start", "rl"):
         if (pattern := config[phase].optimizer.trainable) is not None:
-            trained(pattern, abstract_params(model, jnp.dtype(config.dtype)))
+            trained(pattern, abstract_params(model, jnp.dtype(config.dtype)), f"config.{phase}.optimizer")
 
 
 def check_optimizers(config: ConfigDict, model: ModelConfig, given: Any, optimizers: Mapping[str, Any]) -> None:

@@ -24,6 +24,12 @@ def check_objective(config: ConfigDict, task: Any) -> None:
                 f'{_where(task, odd)}: config.rl.objective.name "dpo" reads pairs (chosen, rejected, …), but the group'
                 f" has {task[odd].size} responses; group sizes must be even"
             )
+    if name == "nll" and not offline:
+        raise ValueError(
+            'config.rl.objective.name is "nll", which raises the likelihood of given responses: set config.task.name to'
+            f' "groups", or train on supervised targets by config.warm_start; {type(task).__name__} samples responses'
+            " of the model itself, good and bad alike"
+        )
     if name in ("dpo", "nll"):
         return
     if options["baseline"] == "none" and options["scale"] == "std":
@@ -73,12 +79,21 @@ def check_groups(config: ConfigDict, task: Any) -> None:
 
 
 def check_correction(config: ConfigDict, task: Any) -> None:
-    """Raises ValueError for an importance correction of nothing, or by nothing."""
+    """Raises ValueError for an importance correction of nothing, or by nothing, and for updates without a ratio."""
     fields = config.rl
+    ratioless = ("dpo", "nll", "reinforce", "rloo")
+    if fields.old_logps == "none" and fields.num_iterations > 1 and fields.objective.name not in ratioless:
+        raise ValueError(
+            f'config.rl.old_logps is "none", but config.rl.num_iterations is {fields.num_iterations}: from the second'
+            f' update on a batch "{fields.objective.name}" needs the log-probs of the policy that sampled it; take'
+            ' "auto", "sampler" or "score"'
+        )
     if (level := fields.importance_correction) == "none":
         return
     name = fields.objective.name
     where = f'config.rl.importance_correction is "{level}", but'
+    if fields.old_logps == "none":
+        raise ValueError(f'{where} config.rl.old_logps is "none", so that there is no ratio to correct; take "auto"')
     if name in ("dpo", "nll"):
         raise ValueError(f'{where} it weights advantages, and objective "{name}" has none')
     if name == "gspo" and level == "token":

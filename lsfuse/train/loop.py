@@ -27,6 +27,7 @@ from lsfuse.train import build, checks
 from lsfuse.train import workdir as files
 from lsfuse.train.config import resolve_config, today_s_fields
 from lsfuse.train.measure import compare
+from lsfuse.train.memory import release_freed_memory
 from lsfuse.train.metadata import write_run_files
 from lsfuse.train.phases import EVAL_STREAM, GroupRL, State, WarmStart, abstract_state, init_state
 from lsfuse.train.profile import Profiler
@@ -219,11 +220,14 @@ class _Run:
     def _phase(self, phase: WarmStart | GroupRL, state: State, done: int) -> None:
         every, evaluations = self.config.checkpoint.every, self.config.eval.every if phase.name == "rl" else 0
         profiler = self.profiler if phase.name == "rl" else None
-        with self.progress.phase(phase.name, done, phase.steps) as bar:
-            for step in range(done, phase.steps):
+        begin = done
+        with self.progress.phase(phase.name, begin, phase.steps) as bar:
+            for step in range(begin, phase.steps):
                 if profiler is not None:
                     profiler.before_step()
                 metrics = phase.step(state, step)
+                if step == begin:  # the phase's programs are compiled
+                    release_freed_memory()
                 if profiler is not None and (text := profiler.after_step(step + 1 == phase.steps)):
                     self.progress.line(text)
                 self._record({"phase": phase.name, "step": step, **metrics})
@@ -340,7 +344,16 @@ class _Run:
         options = build.replay_options(self.config, temperature=self.config.rl.temperature)
         del options["prefix_grad"]
         batch, objective = self.rl.batch(state), replay.as_objective(self.rl.objective)
+        self.progress.line("timing one gradient step, replayed and dense; both are compiled first")
         dense, mine = compare(self.model, state.params, batch, objective, ("dense", mode), **options)
         clock = "CPU seconds" if jax.default_backend() == "cpu" else "seconds"
         fields = {"tokens": "token positions", "flops": "FLOPs", "seconds": clock, "temp_bytes": "temporary bytes"}
-        return {title: [getattr(mine, name), getattr(dense, name)] for name, title in fields.items()}
+        table = {title: [getattr(mine, name), getattr(dense, name)] for name, title in fields.items()}
+        if options["prefix_activations"] == "keep":  # what the trade of bytes for FLOPs costs
+            table["of these: kept activations"] = [self._kept_bytes(batch, mode, options), 0]
+        return table
+
+    def _kept_bytes(self, batch: replay.Batch, mode: str | int, options: dict[str, Any]) -> int:
+        chosen = replay.Options(prefix_grad=mode, **options)
+        geometry = replay.make_geometry(chosen, batch.prompt_ids.shape[1], *batch.completion_ids.shape[1:])
+        return replay.kept_bytes(self.model, chosen.remat_policy, geometry, jnp.dtype(self.config.dtype))

@@ -17,6 +17,7 @@ from lsfuse.model import ModelConfig
 from lsfuse.replay import Batch, Objective, Options
 from lsfuse.replay.geometry import group_slice
 from lsfuse.replay.trunk import common_length
+from lsfuse.train.memory import release_freed_memory
 from lsfuse.types import Params
 
 
@@ -89,6 +90,7 @@ def compare(
         start = time.perf_counter()
         step = jax.jit(make(objective, model, **dataclasses.asdict(chosen))).lower(params, batch).compile()
         seconds = time.perf_counter() - start
+        release_freed_memory()
         memory = step.memory_analysis()
         facts[mode] = (chosen, 0 if memory is None else memory.temp_size_in_bytes, seconds)
         jax.block_until_ready(step(params, batch))

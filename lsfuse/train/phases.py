@@ -46,8 +46,8 @@ class WarmStart:
         fields = config.warm_start
         self.stages, self.seed = stages, config.seed
         self.steps = sum(stage.steps for stage in stages)
-        self.schedule = make_schedule(fields.optimizer, self.steps)
-        self.optimizer = make_optimizer(fields.optimizer, self.steps)
+        self.schedule = make_schedule(fields.optimizer, self.steps, "config.warm_start.optimizer")
+        self.optimizer = make_optimizer(fields.optimizer, self.steps, "config.warm_start.optimizer")
         remat = config.replay.remat_policy
         self._updates = {
             rows: make_update(rl.nll(), model, self.optimizer, dense=True, branch_batch=rows, remat_policy=remat)
@@ -100,8 +100,8 @@ class GroupRL:
         self.key = jax.random.fold_in(jax.random.key(config.seed), SAMPLE_STREAM)
         self.offline = not hasattr(task, "example")
         updates = fields.steps * fields.num_iterations
-        self.schedule = None if optimizer else make_schedule(fields.optimizer, updates)
-        self.optimizer = optimizer or make_optimizer(fields.optimizer, updates)
+        self.schedule = None if optimizer else make_schedule(fields.optimizer, updates, "config.rl.optimizer")
+        self.optimizer = optimizer or make_optimizer(fields.optimizer, updates, "config.rl.optimizer")
         options = replay_options(config, temperature=fields.temperature)
         self.update = make_update(objective, model, self.optimizer, **options)
         shared = ("chunk_size", "branch_batch", "temperature", "prefix", "response_buckets")

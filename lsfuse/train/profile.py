@@ -10,6 +10,9 @@ import jax
 from lsfuse.files import write_atomic
 
 STEPS = 2  # traced; the one before them compiles
+# Python's frames (of any thread: a checkpoint is written by some), markers of ends, and the runtime's own loop, which
+# waits for the operations it has handed out.
+_NO_OPERATION = ("$", "end: ", "ThunkExecutor::", "ThreadpoolListener::")
 
 
 class Profiler:
@@ -29,8 +32,10 @@ class Profiler:
             jax.profiler.start_trace(str(self.folder), create_perfetto_trace=True)
 
     def after_step(self, last: bool) -> str | None:
-        """The table, once the steps are traced."""
+        """The table, once the steps are traced; or, after the last step of a session, that there were too few."""
         self._seen += 1
+        if last and self._seen == 1:
+            return "--profile: nothing is traced in a session of one step, which compiles"
         tracing = self._seen > 1 and not self._done
         if not tracing or not (self._seen > STEPS or last):
             return None
@@ -45,7 +50,7 @@ class Profiler:
 def self_times(trace: pathlib.Path) -> dict[str, tuple[float, int]]:
     """Operation -> (seconds without what runs inside it, number of calls), from a Chrome-format trace.
 
-    Python's own frames are left out, and so are the runtime's, wherever XLA's operations have threads of their own.
+    Python's frames and the runtime's loop are left out.
     """
     with gzip.open(trace) as file:
         loaded = json.load(file)
@@ -53,7 +58,9 @@ def self_times(trace: pathlib.Path) -> dict[str, tuple[float, int]]:
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     threads = defaultdict(list)
     for e in events:
-        if e.get("ph") == "X" and names.get((e["pid"], e["tid"])) != "python":
+        if e.get("ph") != "X" or e["name"].startswith(_NO_OPERATION):
+            continue
+        if names.get((e["pid"], e["tid"])) != "python":
             threads[e["pid"], e["tid"]].append((e["ts"], -e.get("dur", 0.0), e["name"]))
     total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for spans in threads.values():

@@ -82,27 +82,23 @@ def format_summary(summary: Mapping[str, Any]) -> str:
 
 
 def plot(records: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
-    """One PNG of reward, loss, KL and step time over steps; panels without data are left out."""
-    warm = [r for r in records if r["phase"] == "warm_start"]
-    rl = [r for r in records if r["phase"] == "rl"]
+    """One PNG: loss in the warm start; reward, loss, KL and step time in RL. Panels without data are left out."""
+    by_phase = {name: [r for r in records if r["phase"] == name] for name in ("warm_start", "rl", "eval")}
     panels = []
-    for title, names in (
-        ("reward", ("reward",)),
-        ("loss", ("loss",)),
-        ("KL", ("kl", "approx_kl")),
-        ("seconds per step", ("time/step",)),
+    for title, curves in (
+        ("warm start: loss", (("warm_start", "loss", "nats per token"),)),
+        ("RL: reward", (("rl", "reward", "training"), ("eval", "reward", "held out"))),
+        ("RL: loss", (("rl", "loss", "loss"),)),
+        ("RL: KL, nats per token", (("rl", "kl", "to the reference"), ("rl", "approx_kl", "to the old policy"))),
+        ("RL: seconds", (("rl", "time/step", "a step"),)),
     ):
-        curves = []
-        for label, rows in (("warm start", warm), ("RL", rl)):
-            for name in names:
-                points = [(r["step"], r[name]) for r in rows if name in r]
-                if points:
-                    curves.append((label if len(names) == 1 else f"{label}: {name}", points))
-        if title == "reward":
-            held_out = [(r["step"], r["reward"]) for r in records if r["phase"] == "eval"]
-            curves += [("held out", held_out)] if held_out else []
-        if curves:
-            panels.append((title, curves))
+        drawn = [
+            (label, points)
+            for phase, name, label in curves
+            if (points := [(r["step"], r[name]) for r in by_phase[phase] if name in r])
+        ]
+        if drawn:
+            panels.append((title, drawn))
     draw(panels, path)
 
 

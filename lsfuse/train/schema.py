@@ -133,7 +133,7 @@ SCHEMA: dict[str, Any] = {
         "num_generations": Field(8, "G, responses a prompt", minimum=1),
         "max_prompt": Field(512, "P, longest prompt: a shape, fixed for the run", minimum=1),
         "max_response": Field(16, "R, longest response: a shape, fixed for the run", minimum=1),
-        "temperature": Field(1.0, "of sampling and of every log-prob in the objective"),
+        "temperature": Field(1.0, "of sampling and of every log-prob in the objective", minimum=1e-3),
         "top_p": Field(1.0, "nucleus sampling; 1 is off", minimum=0, maximum=1),
         "num_iterations": Field(1, "updates on each batch of groups", minimum=1),
         "old_logps": Field(

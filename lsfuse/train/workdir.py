@@ -18,7 +18,7 @@ from typing import Any
 
 from lsfuse.data.jsonl import read_jsonl
 from lsfuse.files import write_atomic  # noqa: F401  (with what else a work directory needs)
-from lsfuse.io.checkpoint_manifest import check_config
+from lsfuse.io.checkpoint_manifest import ConfigMismatch, check_config
 from lsfuse.train.config import today_s_fields
 
 CONFIG = "config.json"
@@ -47,6 +47,9 @@ def check_workdir(workdir: pathlib.Path, config: Mapping[str, Any] | None, resum
     if saved is None:
         raise FileExistsError(f"{workdir} holds {', '.join(held[:3])}, but no {CONFIG}: no run was started in it")
     if config is not None:
+        theirs, mine = (c.get("program", "group RL") for c in (saved, config))
+        if theirs != mine:  # all other fields differ too, which says nothing
+            raise ConfigMismatch(f"work directory {workdir} holds a run of {theirs}, not of {mine}; take another one")
         check_config(saved, config, f"work directory {workdir}", today_s_fields(config))
 
 

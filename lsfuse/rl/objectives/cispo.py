@@ -14,7 +14,8 @@ def cispo(epsilon: float = 1.0, epsilon_high: float | None = 4.0, loss_agg_mode:
 
     Source: MiniMax-M1 (arXiv 2506.13585) eq. 4 and 5, which sets no lower bound (epsilon 1) and tunes the upper one; a
     ratio of at most 5 is ScaleRL's (arXiv 2510.13786). TRL: `loss_type="cispo"` with epsilon_high the bound itself
-    (5 there is 4 here); Tunix has none.
+    (5, which it recommends, is 4 here; unset it is epsilon, 0.2); Tunix has none. loss_agg_mode "token-mean" is
+    the paper's; TRL weighs tokens so, too.
 
     Needs batch.advantages; without old_per_token_logps the batch is on-policy and this is `reinforce` of
     the same loss_agg_mode. Metrics as in

@@ -23,7 +23,9 @@ KL_KINDS = ("k1", "k2", "k3")
 def token_weights(batch: Batch, loss_agg_mode: str) -> Array:
     """Weights [B, G, R] in the default float dtype, global over the batch: loss = Σ weight · per-token loss.
 
-    "token-mean": every loss token of the batch weighs the same (DAPO, arXiv 2503.14476, eq. 8).
+    "token-mean": every loss token of the batch weighs the same, as in TRL and Tunix. DAPO (arXiv 2503.14476, eq. 8)
+        divides by the tokens of each prompt's group and takes the mean over prompts, so that prompts with short
+        responses weigh more a token; with one group a batch the two are equal.
     "seq-mean-token-mean": mean over responses of the mean over a response's loss tokens (DeepSeekMath eq. 3).
     "seq-mean-token-sum": mean over responses of the sum over a response's loss tokens.
     "seq-mean-token-sum-norm": the same divided by R, the longest response allowed: a constant, so that no response

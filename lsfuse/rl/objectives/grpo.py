@@ -75,8 +75,13 @@ def dr_grpo(
 def dapo(epsilon: float = 0.2, epsilon_high: float | None = 0.28, dual_clip: float | None = None) -> Objective:
     """GRPO with clip-higher, a mean over all tokens and no KL.
 
-    Source: DAPO (arXiv 2503.14476) eq. 8 and 10, its constants. TRL: `loss_type="dapo"` (epsilon_high as epsilon
-    unless set); Tunix: `DAPOConfig`, 0.2 and 0.28. Its overlong penalty is `overlong_penalty`, added to the rewards;
-    dynamic sampling is the training loop's (`config.rl.dynamic_sampling`).
+    Source: DAPO (arXiv 2503.14476) eq. 8 and 10, its constants, but the mean is over the loss tokens of the whole
+    batch, as in TRL and Tunix, not of one prompt's group at a time (see `token_weights`).
+
+    Defaults: epsilon 0.2 (both the same); epsilon_high 0.28 (Tunix's `DAPOConfig` the same; TRL's `loss_type="dapo"` as
+    epsilon unless set); dual_clip None (both the same). Its overlong penalty is `overlong_penalty`, added to the
+    rewards, and dynamic sampling the training loop's (`config.rl.dynamic_sampling`): both off unless asked for, while
+    Tunix's `DAPOConfig` has both on (buffer 4096 of 20480 tokens) and TRL has neither on. Where dynamic sampling fills
+    a batch in part only, groups of equal rewards stay in the mean's denominator.
     """
     return dataclasses.replace(grpo(epsilon, epsilon_high, 0.0, "k3", "token-mean", dual_clip), name="dapo")

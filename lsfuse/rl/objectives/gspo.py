@@ -26,8 +26,9 @@ def gspo(
 
     Source: GSPO (arXiv 2507.18071) eq. 5 and 7; the clip ranges are those of its experiments (TRL with
     `importance_sampling_level="sequence"` keeps its 0.2; Tunix's `loss_algo="gspo-token"` 0.2). beta 0 (TRL 0; Tunix
-    0.04); KL, if any, is per token as in GRPO. With "seq-mean-token-mean" every response weighs the same (the paper's);
-    the other modes weigh it by its number of loss tokens.
+    0.04); kl "k3" (TRL the same; Tunix "kl", which is k1), per token as in GRPO; loss_agg_mode as in `grpo`.
+    With "seq-mean-token-mean" every response weighs the same (the paper's); the other modes weigh it by its number of
+    loss tokens.
 
     Needs batch.advantages [B, G] (one per response); ref_per_token_logps if beta > 0; without old_per_token_logps the
     batch is on-policy. Metrics as in `grpo`; "ratio" and the clip ratios are means over responses with loss tokens.
@@ -45,7 +46,8 @@ def gspo_token(
     """GSPO with a ratio per token of the same value, sg(s) · π(token) / sg(π(token)), so that advantages may differ
     from token to token; with one advantage per response its loss and gradient are those of `gspo`.
 
-    Source: GSPO (arXiv 2507.18071) eq. 13 to 15. Tunix: `loss_algo="gspo-token"`, epsilon 0.2; TRL has none.
+    Source: GSPO (arXiv 2507.18071) eq. 13 to 15. Tunix: `loss_algo="gspo-token"`, epsilon 0.2; TRL's is
+    `trl.experimental.gspo_token`, with its GRPO's 0.2. Other defaults as `gspo`.
 
     Needs batch.advantages [B, G] or [B, G, R]; otherwise as `gspo`, but "ratio" and the clip ratios are means over
     tokens.

@@ -11,8 +11,9 @@ from lsfuse.types import Array
 
 
 def reinforce(loss_agg_mode: str = "seq-mean-token-mean") -> Objective:
-    """Σ weight · (-A · log π(token)): Williams (1992), with the advantage as the return minus its baseline (the mean of
-    the batch, `group_advantages(baseline="batch", scale="none")`, unless the caller sets others).
+    """Σ weight · (-A · log π(token)): REINFORCE (Williams, Machine Learning 8, 1992, sec. 4, theorem 1), with the
+    advantage as the return minus its baseline (the mean of the batch, `group_advantages(baseline="batch",
+    scale="none")`, unless the caller sets others).
 
     loss_agg_mode: the mean over responses of the mean over their tokens, so that its gradient is that of on-policy
     `grpo` without KL. TRL and Tunix have no loss of this name: there it is GRPO with one iteration, beta 0 and no
@@ -41,8 +42,9 @@ def rloo() -> Objective:
 def nll(loss_agg_mode: str = "token-mean") -> Objective:
     """Σ weight · (-log π(token)): supervised training on the batch's responses; completion_mask selects the targets.
 
-    Several answers to one prompt are a group, and the prompt is run once for all of them. "token-mean" as in TRL's
-    SFTTrainer and Tunix's PeftTrainer.
+    Several answers to one prompt are a group, and the prompt is run once for all of them. Source: maximum likelihood,
+    as InstructGPT's first step (arXiv 2203.02155, sec. 3.5). Default: "token-mean" (TRL's SFTTrainer and Tunix's
+    PeftTrainer the same).
 
     Metrics: "nll" (mean over target tokens, in nats), "entropy".
     """
