@@ -8,10 +8,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def module_name(path: pathlib.Path) -> str:
-    """Dotted name that the file is imported by; `kernels/x.py` is `lsfuse.kernels.x`."""
+    """Dotted name that the file is imported by."""
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
-    if parts[0] == "kernels":
-        parts.insert(0, "lsfuse")
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

@@ -10,7 +10,6 @@ import pytest
 from source_tree import ROOT, imports, module_name
 
 NOT_SOURCE = {"__pycache__", ".ipynb_checkpoints"}
-KERNEL_COPIES = "kernels_as_installed"
 
 
 def glob(patterns: list[str], exclude: tuple[str, ...] | list[str] = ()) -> list[str]:
@@ -48,13 +47,6 @@ def rules(kind: str) -> dict[str, dict[str, Any]]:
     return {name: attributes for name, attributes in targets().items() if attributes["rule"] == kind}
 
 
-def sources(library: dict[str, Any]) -> list[str]:
-    """Files of a library, those that a generated target copies included."""
-    if library["srcs"] == [f":{KERNEL_COPIES}"]:
-        return targets()[KERNEL_COPIES]["srcs"]
-    return library["srcs"]
-
-
 def library_of(name: str) -> str | None:
     """Library that the module (or name in a module) is in; None outside the repository."""
     parts = name.split(".")
@@ -77,21 +69,21 @@ def needed(files: list[str]) -> set[str]:
 
 
 def test_every_source_file_is_in_one_library():
-    tree = glob(["lsfuse/**/*.py", "kernels/**/*.py", "experiments/**/*.py", "configs/**/*.py"])
+    tree = glob(["lsfuse/**/*.py", "experiments/**/*.py", "configs/**/*.py"])
     tree += [f for f in glob(["tests/**/*.py"]) if not pathlib.Path(f).name.startswith("test_")]
-    listed = [f for library in rules("py_library").values() for f in sources(library)]
+    listed = [f for library in rules("py_library").values() for f in library["srcs"]]
     assert sorted(listed) == sorted(tree)
 
 
 def test_libraries_are_the_packages():
     packages = {p.parent.name for p in ROOT.glob("lsfuse/*/__init__.py")}
-    assert set(rules("py_library")) == packages | {"types", "kernels", "experiments", "configs", "testing"}
+    assert set(rules("py_library")) == packages | {"types", "experiments", "configs", "testing"}
 
 
 @pytest.mark.parametrize("name", sorted(set(rules("py_library")) - {"testing"}))
 def test_dependencies_are_the_imports(name):
     library = rules("py_library")[name]
-    deps = sorted(f":{n}" for n in needed(sources(library)) - {name})
+    deps = sorted(f":{n}" for n in needed(library["srcs"]) - {name})
     assert library.get("deps", []) == deps, f"BUILD, py_library {name}: deps should be {deps}"
 
 

@@ -15,7 +15,7 @@ LAYERS = ("types", "files", "checks", "kernels", "model", "replay", "fusion", "r
 ONLY_FROM = {"kernels": {"types"}}
 NOT_INSTALLED = {"experiments", "configs"}
 OTHER_FRAMEWORKS = {"torch", "transformers", "tensorflow"}
-SOURCES = ("lsfuse", "kernels", "experiments", "configs", "scripts", "tests")
+SOURCES = ("lsfuse", "experiments", "configs", "scripts", "tests")
 
 
 def violations(source: str, path: pathlib.Path) -> list[str]:
@@ -25,8 +25,6 @@ def violations(source: str, path: pathlib.Path) -> list[str]:
     found = []
     for line, name in imports(ast.parse(source), module, path.name == "__init__.py"):
         where, first = f"{path}:{line}", name.split(".")[0]
-        if first == "kernels":
-            found.append(f"{where} imports {name}: kernels are imported as lsfuse.kernels")
         if first in OTHER_FRAMEWORKS and top not in ("tests", "scripts"):
             found.append(f"{where} imports {name}: only tests and scripts may use {first}")
         if not module.startswith("lsfuse"):
@@ -68,7 +66,7 @@ def test_files_are_short():
 
 def test_packages_of_pyproject_are_those_of_the_tree():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    files = [p for top in ("lsfuse", "kernels") for p in (ROOT / top).rglob("*.py") if "__pycache__" not in p.parts]
+    files = [p for p in (ROOT / "lsfuse").rglob("*.py") if "__pycache__" not in p.parts]
     assert listed == sorted({module_name(p.parent / "__init__.py") for p in files})
     missing = [str(p.parent.relative_to(ROOT)) for p in files if not (p.parent / "__init__.py").exists()]
     assert not missing, f"no __init__.py in {missing}"
@@ -81,18 +79,16 @@ def test_packages_of_pyproject_are_those_of_the_tree():
         ("lsfuse/model/a.py", "from lsfuse import replay"),
         ("lsfuse/model/a.py", "from ..replay import batch"),
         ("lsfuse/model/a.py", "def f():\n    import lsfuse.train.loop"),
-        ("lsfuse/model/a.py", "import kernels.tail_attention"),
         ("lsfuse/train/a.py", "from configs import quickstart"),
         ("lsfuse/train/a.py", "import experiments.launch"),
         ("lsfuse/io/a.py", "import torch.nn as nn"),
         ("lsfuse/io/a.py", "from transformers import AutoModel"),
         ("lsfuse/nowhere/a.py", "from lsfuse import types"),
         ("lsfuse/types.py", "from lsfuse.model import config"),
-        ("kernels/op/a.py", "from lsfuse.model import config"),
-        ("kernels/op/__init__.py", "from ...model import config"),
-        ("kernels/op/a.py", "import configs.quickstart"),
+        ("lsfuse/kernels/op/a.py", "from lsfuse.model import config"),
+        ("lsfuse/kernels/op/__init__.py", "from ...model import config"),
+        ("lsfuse/kernels/op/a.py", "import configs.quickstart"),
         ("experiments/a.py", "import tensorflow"),
-        ("tests/a.py", "from kernels import tail_attention"),
     ],
 )
 def test_a_violation_is_seen(path, source):
@@ -106,8 +102,8 @@ def test_a_violation_is_seen(path, source):
         ("lsfuse/replay/a.py", "from . import batch\nfrom .batch import Batch\nfrom ..model import config"),
         ("lsfuse/replay/__init__.py", "from .batch import Batch\nfrom lsfuse.replay.objective import Mean"),
         ("lsfuse/train/a.py", "import jax\nfrom lsfuse import __version__, replay"),
-        ("kernels/op/api.py", "from lsfuse.kernels.op import reference\nfrom lsfuse.types import Array"),
-        ("kernels/op/api.py", "from . import reference"),
+        ("lsfuse/kernels/op/api.py", "from lsfuse.kernels.op import reference\nfrom lsfuse.types import Array"),
+        ("lsfuse/kernels/op/api.py", "from . import reference"),
         ("experiments/a.py", "from lsfuse.train import loop\nfrom configs import quickstart"),
         ("tests/a.py", "import torch, transformers"),
         ("lsfuse/model/a.py", "import tensorflow_datasets"),

@@ -32,7 +32,7 @@ def save_dependency(
         "blocks": block_rows(config),
         "transforms": list(config.transforms),
         # JSON has no NaN: what was not computed is null.
-        **{name: np.where(np.isnan(array), None, array).tolist() for name, array in arrays.items()},
+        **{name: np.where(np.isnan(array), np.asarray(None), array).tolist() for name, array in arrays.items()},
     }
     write_atomic(target.with_name(f"{target.name}.json"), json.dumps(content, indent=1) + "\n")
     write_atomic(target.with_name(f"{target.name}.npz"), buffer.getvalue())
