@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from lsfuse.kernels.layout import row_major
 from lsfuse.model.config import ModelConfig
 from lsfuse.types import Array
 
@@ -50,7 +51,7 @@ def write_state(state: PrefixState, run: str, first: int, k: Array, v: Array, at
     """Puts keys and values [layers, K, C, H] of blocks `first` … of a run at token position `at`."""
 
     def put(buffer, new):
-        return lax.dynamic_update_slice(buffer, new.astype(buffer.dtype), _corner(first, at))
+        return lax.dynamic_update_slice(buffer, row_major(new.astype(buffer.dtype)), _corner(first, at))
 
     return PrefixState({**state.k, run: put(state.k[run], k)}, {**state.v, run: put(state.v[run], v)})
 
@@ -60,11 +61,11 @@ def read_state(state: PrefixState, run: str, layer: Array | int, at: Array, coun
 
     def get(buffer):
         block = lax.dynamic_slice(buffer, _corner(layer, at), (1, buffer.shape[1], count, buffer.shape[3]))
-        return block.swapaxes(0, 1)
+        return row_major(block).swapaxes(0, 1)
 
     return get(state.k[run]), get(state.v[run])
 
 
 def read_positions(state: PrefixState, at: Array, count: int) -> PrefixState:
     """Keys and values of all blocks at `count` token positions from `at`."""
-    return jax.tree.map(lambda buffer: lax.dynamic_slice_in_dim(buffer, at, count, 2), state)
+    return jax.tree.map(lambda buffer: row_major(lax.dynamic_slice_in_dim(buffer, at, count, 2)), state)

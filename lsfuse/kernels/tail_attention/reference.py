@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lsfuse.kernels.layout import row_major
 from lsfuse.types import Array
 
 TILE = 512  # keys of a prefix tile
@@ -103,7 +104,8 @@ def _prefix_tile(k: Array, v: Array, layer, start, j, tile: int, lo, hi, dtype):
     `start`: clamped."""
     keys = start + jnp.arange(tile)
     mask = (keys >= lo + j * tile) & (keys < hi)
-    kt, vt = (lax.dynamic_slice(x, _corner(layer, start), (1, x.shape[1], tile, x.shape[3]))[0] for x in (k, v))
+    shape = (1, k.shape[1], tile, k.shape[3])
+    kt, vt = (row_major(lax.dynamic_slice(x, _corner(layer, start), shape))[0] for x in (k, v))
     kt, vt = (jnp.where(mask[:, None], x, 0).astype(dtype) for x in (kt, vt))
     return kt, vt, mask
 
@@ -188,8 +190,9 @@ def prefix_backward(q, k, v, layer, lo, hi, do, lse, delta, dk=None, dv=None, *,
 
 
 def _add_tile(buffer: Array, tile: Array, layer, at) -> Array:
-    old = lax.dynamic_slice(buffer, _corner(layer, at), (1, *tile.shape))
-    return lax.dynamic_update_slice(buffer, old + tile[None].astype(buffer.dtype), _corner(layer, at))
+    old = row_major(lax.dynamic_slice(buffer, _corner(layer, at), (1, *tile.shape)))
+    new = row_major(old + row_major(tile[None].astype(buffer.dtype)))
+    return lax.dynamic_update_slice(buffer, new, _corner(layer, at))
 
 
 # --- the own part: causal with an offset, each branch against itself ------------------------------------------------
