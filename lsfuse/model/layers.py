@@ -36,6 +36,15 @@ def subset(params: dict, names: tuple[str, ...]) -> dict:
     return {name: params[name] for name in names if name in params}
 
 
+def cast_here(x: Array, dtype) -> Array:
+    """`x` in `dtype`, by the same rounding as `astype`, and inside the loop that takes `x` out of a larger array: XLA
+    for TPUs lifts a plain cast to bfloat16 out of it, and then holds a whole run of blocks twice."""
+    narrow, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    if narrow.nexp == wide.nexp and narrow.bits < wide.bits:
+        x = lax.reduce_precision(x, narrow.nexp, narrow.nmant)
+    return x.astype(dtype)
+
+
 @jax.custom_vjp
 def _matmul(x: Array, w: Array) -> Array:
     return x @ w

@@ -13,10 +13,11 @@ from flax import struct
 from jax import lax
 
 from lsfuse.checks import check_arrays
+from lsfuse.kernels.layout import row_major
 from lsfuse.model.attention import Before, Stripes
 from lsfuse.model.blocks import Tokens, at_block, block_backward, block_forward, saved_names
 from lsfuse.model.config import ModelConfig
-from lsfuse.model.layers import rms_norm, softcap
+from lsfuse.model.layers import cast_here, rms_norm, softcap
 from lsfuse.model.params import check_params, is_quantized
 from lsfuse.model.rope import rope_tables
 from lsfuse.model.state import PrefixState, read_state
@@ -69,7 +70,7 @@ def embed(params: Params, config: ModelConfig, ids: Array, valid: Array) -> Arra
     device's own positions."""
     table = jnp.asarray(params["embed_tokens"])  # a numpy array cannot be indexed by a tracer
     ids, here = _own_words(config, ids, valid, table)
-    x = jnp.where(here[..., None], table[ids], 0).astype(config.compute_dtype or table.dtype)
+    x = cast_here(jnp.where(here[..., None], table[ids], 0), config.compute_dtype or table.dtype)
     return _scaled(config, config.shards.scatter_tokens(config.shards.sum_tensor(x), x.ndim - 2))
 
 
@@ -96,9 +97,10 @@ def embed_backward(grads: Params, config: ModelConfig, ids: Array, valid: Array,
 
 def block_params(params: Params, config: ModelConfig, run: str, layer: Array | int) -> dict[str, Array]:
     """One block's leaves out of its run, gathered from the devices that have parts of them."""
-    leaves = jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, layer, 0, keepdims=False), dict(params["runs"][run]))
+    leaves = jax.tree.map(lambda v: row_major(lax.dynamic_index_in_dim(v, layer, 0)), dict(params["runs"][run]))
+    leaves = jax.tree.map(lambda v: v[0], leaves)
     if config.compute_dtype is not None:
-        leaves = {n: v if is_quantized(v) or v.ndim < 2 else v.astype(config.compute_dtype) for n, v in leaves.items()}
+        leaves = {n: v if is_quantized(v) or v.ndim < 2 else cast_here(v, config.compute_dtype) for n, v in leaves.items()}
     return config.shards.gather_block(leaves)
 
 
