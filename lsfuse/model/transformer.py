@@ -100,7 +100,9 @@ def block_params(params: Params, config: ModelConfig, run: str, layer: Array | i
     leaves = jax.tree.map(lambda v: row_major(lax.dynamic_index_in_dim(v, layer, 0)), dict(params["runs"][run]))
     leaves = jax.tree.map(lambda v: v[0], leaves)
     if config.compute_dtype is not None:
-        leaves = {n: v if is_quantized(v) or v.ndim < 2 else cast_here(v, config.compute_dtype) for n, v in leaves.items()}
+        leaves = {
+            n: v if is_quantized(v) or v.ndim < 2 else cast_here(v, config.compute_dtype) for n, v in leaves.items()
+        }
     return config.shards.gather_block(leaves)
 
 
