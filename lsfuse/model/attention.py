@@ -49,12 +49,14 @@ class Before:
         """Of the first `position` positions, those of this device."""
         return position if self.stripes is None else self.stripes.own(shards, position)
 
-    def prefix(self, shards: Shards, queries: int, window: Array | None) -> tail_attention.Prefix:
-        """The device's part, for `queries` queries at positions `length` …."""
+    def prefix(
+        self, shards: Shards, queries: int, window: Array | None, offset: Array | int = 0
+    ) -> tail_attention.Prefix:
+        """The device's part, for `queries` queries at positions `length` + `offset` …."""
         constant = None if self.constant is None else self.own(shards, self.constant)
         first = None
         if window is not None and shards.tokens:
-            first = self.own(shards, self.length + jnp.arange(queries, dtype=jnp.int32) - window + 1)
+            first = self.own(shards, self.length + offset + jnp.arange(queries, dtype=jnp.int32) - window + 1)
         return tail_attention.Prefix(self.k, self.v, self.layer, self.own(shards, self.length), constant, first)
 
 
@@ -76,13 +78,18 @@ def forward(
     o, lse = tail_attention.forward(q, k, v, _own(lengths, first, own, shards), prefix, own_offset=-first, rule=rule)
     if not shards.tokens:
         return o, lse
+    part, lse = share(shards, o, lse)
+    return shards.scatter_tokens(part, 2).astype(o.dtype), shards.own_tokens(lse, 2)
+
+
+def share(shards: Shards, o: Array, lse: Array) -> tuple[Array, Array]:
+    """(this device's summand of the output over all devices' keys, in lse's dtype; the log-sum-exp over them)."""
     top = lax.pmax(lse, shards.tokens)
     top = jnp.where(jnp.isneginf(top), 0.0, top)
     weight = jnp.exp(lse - top)
     total = lax.psum(weight, shards.tokens)
-    share = weight / jnp.where(total == 0, 1.0, total)
-    o = shards.scatter_tokens(o.astype(lse.dtype) * share[..., None], 2).astype(o.dtype)
-    return o, shards.own_tokens(jnp.where(total == 0, -jnp.inf, top + jnp.log(total)), 2)
+    part = o.astype(lse.dtype) * (weight / jnp.where(total == 0, 1.0, total))[..., None]
+    return part, jnp.where(total == 0, -jnp.inf, top + jnp.log(total))
 
 
 def backward(

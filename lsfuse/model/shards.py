@@ -122,6 +122,10 @@ class Shards:
     def sum_data(self, x: Any) -> Any:
         return lax.psum(x, self.data) if self.data else x
 
+    def gather_data(self, x: Array) -> Array:
+        """All groups, from the devices that have some each."""
+        return lax.all_gather(x, self.data, axis=0, tiled=True) if self.data else x
+
     @property
     def vocabulary(self) -> tuple[str, ...]:
         return (*self.tokens, *self.tensor)
@@ -135,6 +139,37 @@ class Shards:
 
     def max_vocabulary(self, x: Array) -> Array:
         return lax.pmax(x, self.vocabulary) if self.vocabulary else x
+
+    def gather_vocabulary(self, x: Array) -> Array:
+        """Logits [..., V] from the devices' entries."""
+        return lax.all_gather(x, self.vocabulary, axis=x.ndim - 1, tiled=True) if self.vocabulary else x
+
+    def agree(self, x: Array) -> Array:
+        """The first device's integers, on all that work on the same groups."""
+        if not self.vocabulary:
+            return x
+        return lax.psum(jnp.where(lax.axis_index(self.vocabulary) == 0, x, 0), self.vocabulary)
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies(Shards):
+    """Tokens that all devices along `tokens` have, as the rows of a step of decoding: parameters are gathered as ever,
+    positions are not split, and what devices have made of their share of the vocabulary or of a prefix is summed."""
+
+    def first(self, own: int) -> Array | int:
+        return 0
+
+    def own(self, count: int) -> int:
+        return count
+
+    def gather_tokens(self, x: Array, axis: int) -> Array:
+        return x
+
+    def scatter_tokens(self, x: Array, axis: int) -> Array:
+        return lax.psum(x, self.tokens) if self.tokens else x
+
+    def own_tokens(self, x: Array, axis: int) -> Array:
+        return x
 
 
 def _stream_side(name: str) -> int | None:

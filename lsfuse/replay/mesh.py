@@ -16,7 +16,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lsfuse.model.config import ModelConfig, check_divides, device_config, param_shapes
 from lsfuse.model.shards import Shards, param_specs
-from lsfuse.replay.batch import Batch
 from lsfuse.replay.geometry import Options
 from lsfuse.types import MESH_AXES, Params
 
@@ -61,11 +60,17 @@ def one_device(model: ModelConfig, options: Options) -> ModelConfig:
 
 
 def on_mesh(
-    step: Callable[[ModelConfig, Params, Batch], Any], model: ModelConfig, mesh: Mesh, options: Options, outputs: Any
-) -> Callable[[Params, Batch], Any]:
+    step: Callable[[ModelConfig, Params, Any], Any],
+    model: ModelConfig,
+    mesh: Mesh,
+    options: Options,
+    outputs: Any,
+    split_groups: bool = False,
+) -> Callable[[Params, Any], Any]:
     """`step(model, params, batch)` on every device of a mesh, with the device's part of model and parameters.
 
     outputs: PartitionSpecs of what it returns, as a function of the parameters' specs.
+    split_groups: whether a device gets its own groups of the batch (a tree of arrays [B, ...]) instead of all.
     """
     shards = make_shards(mesh)
     local = device_config(model, shards, options.compute_dtype, options.state_dtype)
@@ -76,17 +81,20 @@ def on_mesh(
         )
     specs, shardings = param_specs(shards, param_shapes(model)), param_shardings(model, mesh)
 
-    def f(params: Params, batch: Batch):
-        check_divides("data", shards.num_data, {"the number of groups in the batch": batch.prompt_ids.shape[0]})
+    batch_spec = PartitionSpec(shards.data or None) if split_groups else PartitionSpec()
+
+    def f(params: Params, batch: Any):
+        groups = jax.tree.leaves(batch)[0].shape[0]
+        check_divides("data", shards.num_data, {"the number of groups in the batch": groups})
         run = jax.shard_map(
             lambda params, batch: step(local, params, batch),
             mesh=mesh,
-            in_specs=(specs, PartitionSpec()),
+            in_specs=(specs, batch_spec),
             out_specs=outputs(specs),
             check_vma=False,
         )
         if any(kind == AxisType.Explicit for kind in mesh.axis_types):  # what `jax.make_mesh` makes
-            params, batch = jax.reshard(params, shardings), jax.reshard(batch, NamedSharding(mesh, PartitionSpec()))
+            params, batch = jax.reshard(params, shardings), jax.reshard(batch, NamedSharding(mesh, batch_spec))
         return run(params, batch)
 
     return f

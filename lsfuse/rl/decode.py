@@ -4,6 +4,7 @@ One step runs the model's own blocks on the B·G rows together, so every paramet
 group by group: the branches of a group read one prefix state, and each its own keys and values of the tokens so far.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -12,20 +13,23 @@ from flax import struct
 from jax import lax
 
 from lsfuse.kernels import tail_attention
+from lsfuse.model.attention import Before, Stripes, share
 from lsfuse.model.blocks import Tokens, at_block, block_forward
-from lsfuse.model.config import ModelConfig
+from lsfuse.model.config import DeviceConfig, ModelConfig
 from lsfuse.model.layers import ATTENTION_IN, attention_in, rms_norm, subset
 from lsfuse.model.rope import rope_tables
+from lsfuse.model.shards import Copies, Shards
 from lsfuse.model.state import PrefixState
 from lsfuse.model.stream import start_stream, through_block
 from lsfuse.model.transformer import embed, logits
-from lsfuse.replay.geometry import Options, make_geometry
+from lsfuse.replay.geometry import Options, make_geometry, make_stripes
 from lsfuse.replay.prefix import capture
 from lsfuse.rl.draw import draw_tokens
 from lsfuse.rl.kernels_in_run import decode_params
 from lsfuse.types import Array, Params
 
 OWN_TILE = 128  # own keys read at a time
+ONE_DEVICE = Shards()
 
 # Keys and values of a run's blocks, [L, B, K, G, S, H] each.
 Cache = tuple[Array, Array]
@@ -51,11 +55,13 @@ Attend = Callable[[str, Array, Array, Array, Array, Cache, Row], tuple[Array, Ca
 class Prefilled:
     """The prompts of B groups, run up to their last token, which is the first input of every branch.
 
-    state: by run [B · L, K, S, H], group by group. lengths: int32 [B], valid positions in it. last: int32 [B].
-    exists: bool [B], false for a group that is only padding.
+    state: by run [B · L, K, S, H], group by group. stripes: which positions of it this device has, a start for each
+    group. lengths: int32 [B], valid positions on all devices. last: int32 [B]. exists: bool [B], false for a group that
+    is only padding.
     """
 
     state: PrefixState
+    stripes: Stripes
     lengths: Array
     last: Array
     exists: Array
@@ -66,12 +72,13 @@ def prefill(
 ) -> Prefilled:
     """Args: prompt_ids int32 [B, P]; prompt_lengths int32 [B], 0 for padding."""
     groups, size = prompt_ids.shape
-    geometry = make_geometry(Options("stop", chunk_size), size, 1, 1)
+    geometry = make_geometry(Options("stop", chunk_size), size, 1, 1, config.shards.num_tokens)
     padded = jnp.pad(prompt_ids, ((0, 0), (0, max(geometry.state - size, 0))))
     states = lax.map(lambda xs: capture(params, config, xs[0], xs[1], geometry)[0], (padded, prompt_lengths))
     state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), states)
     lengths = jnp.maximum(prompt_lengths - 1, 0)
-    return Prefilled(state, lengths, prompt_ids[jnp.arange(groups), lengths], prompt_lengths > 0)
+    last = prompt_ids[jnp.arange(groups), lengths]
+    return Prefilled(state, make_stripes(geometry, prompt_lengths), lengths, last, prompt_lengths > 0)
 
 
 def init_caches(config: ModelConfig, groups: int, branches: int, size: int, dtype) -> dict[str, Cache]:
@@ -105,8 +112,11 @@ def _corner(*index) -> tuple[Array, ...]:
     return tuple(jnp.asarray(i, jnp.int32) for i in index)
 
 
-def shared_attention(prefilled: Prefilled) -> Attend:
-    """Attention of every branch to its group's one prefix and to its own cache; neither is copied, only tiles are."""
+def shared_attention(prefilled: Prefilled, shards: Shards = ONE_DEVICE) -> Attend:
+    """Attention of every branch to its group's one prefix and to its own cache; neither is copied, only tiles are.
+
+    shards: along its tokens every device has a stripe of the prefixes, and a copy of the caches, which counts once.
+    """
     state, lengths = prefilled.state, prefilled.lengths
     groups = lengths.shape[0]
 
@@ -120,7 +130,8 @@ def shared_attention(prefilled: Prefilled) -> Attend:
         def own(b, j, prefix):
             part = (1, 1, heads, branches, tile, head_dim)
             kt, vt = (lax.dynamic_slice(x, _corner(layer, b, 0, 0, j * tile, 0), part)[0, 0] for x in cache)
-            valid = jnp.full(branches, jnp.clip(row.step + 1 - j * tile, 0, tile))
+            valid = jnp.clip(row.step + 1 - j * tile, 0, tile)
+            valid = jnp.full(branches, jnp.where(shards.first(1) == 0, valid, 0))
             return tail_attention.forward(
                 queries[b], kt, vt, valid, prefix, own_offset=row.step - j * tile, rule=row.rule
             )
@@ -128,7 +139,9 @@ def shared_attention(prefilled: Prefilled) -> Attend:
         def group(b):
             # A group whose branches have all stopped reads nothing of its prefix.
             length = jnp.where(row.busy[b], lengths[b], 0)
-            o, lse = own(b, 0, tail_attention.Prefix(state.k[run], state.v[run], b * layers + layer, length))
+            stripes = jax.tree.map(lambda start: start[b], prefilled.stripes)
+            before = Before(state.k[run], state.v[run], b * layers + layer, length, stripes=stripes)
+            o, lse = own(b, 0, before.prefix(shards, 1, row.rule.window, row.step))
             if size > tile:
 
                 def join(j, so_far):
@@ -138,12 +151,22 @@ def shared_attention(prefilled: Prefilled) -> Attend:
                 if row.rule.window is not None:  # own tiles that the window has left behind
                     first = jnp.maximum((row.step + 1 - row.rule.window) // tile, 1)
                 o, lse = lax.fori_loop(first, row.step // tile + 1, join, (o.astype(lse.dtype), lse))
+            if shards.tokens:
+                o = lax.psum(share(shards, o, lse)[0], shards.tokens)
             return o.astype(q.dtype)
 
         o = group(0)[None] if groups == 1 else lax.map(group, jnp.arange(groups))
         return jnp.moveaxis(o, 0, 1).reshape(q.shape), cache
 
     return attend
+
+
+def copies(config: ModelConfig) -> ModelConfig:
+    """The model of a device on which all rows of a step stand, whatever its shards split."""
+    if not config.shards.tokens:
+        return config
+    assert isinstance(config, DeviceConfig)
+    return dataclasses.replace(config, shards=Copies(**dataclasses.asdict(config.shards)))
 
 
 def decode_step(
@@ -185,7 +208,8 @@ def decode_step(
         (stream, cache), _ = lax.scan(body, (stream, caches.get(run)), jnp.arange(count))
         if cache is not None:
             caches = {**caches, run: cache}
-    return logits(params, config, rms_norm(config, stream.x[0], params["norm"])), caches
+    out = logits(params, config, rms_norm(config, stream.x[0], params["norm"]))
+    return config.shards.gather_vocabulary(out), caches
 
 
 def decode(
@@ -205,6 +229,7 @@ def decode(
     """Runs steps until every branch has stopped, `max_tokens` at most (`steps`, if given: data, not more than that).
 
     keys: one PRNG key per branch, [B, G]; step t of a branch draws with fold_in(key, t).
+    config: on several devices, its shards those of `copies`.
 
     Returns: (completion_ids int32 [B, G, R], completion_lengths int32 [B, G], per_token_logps [B, G, R]).
     """
@@ -224,7 +249,7 @@ def decode(
         row = Row(t, ~done.reshape(groups, branches).all(1))
         out, caches = decode_step(params, config, last, ~done, first_position + t, attend, caches, row)
         token, logp = draw_tokens(out, jax.vmap(jax.random.fold_in, (0, None))(keys, t), temperature, top_p)
-        token, logp = jnp.where(done, 0, token), jnp.where(done, 0, logp)
+        token, logp = jnp.where(done, 0, config.shards.agree(token)), jnp.where(done, 0, logp)
         ids, logps = (lax.dynamic_update_slice(x, y[:, None], _corner(0, t)) for x, y in ((ids, token), (logps, logp)))
         lengths = lengths + ~done
         done = done | jnp.any(token[:, None] == stop, -1)

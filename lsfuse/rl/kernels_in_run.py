@@ -60,9 +60,9 @@ def _tiled(x: Array, stack: Array, layer: Array) -> Array:
 def decode_params(
     params: Params, config: ModelConfig, run: str, layer: Array, rows: int
 ) -> dict[str, Array | KernelInRun]:
-    """`block_params` for a step of `rows` rows: the kernels are left where they are if that is faster; quantised ones
-    are not."""
-    if rows > MAX_ROWS or any(is_quantized(leaf) for leaf in params["runs"][run].values()):
+    """`block_params` for a step of `rows` rows: the kernels are left where they are if that is faster; quantised ones,
+    and those that several devices have parts of, are not."""
+    if rows > MAX_ROWS or config.shards.tokens or any(is_quantized(leaf) for leaf in params["runs"][run].values()):
         return dict(block_params(params, config, run, layer))
     return {
         name: KernelInRun(leaf, layer) if leaf.ndim == 3 else lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False)

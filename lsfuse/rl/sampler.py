@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from lsfuse.checks import check_arrays, check_key
 from lsfuse.model import ModelConfig, check_params
-from lsfuse.rl.decode import decode, prefill, shared_attention, shared_caches
+from lsfuse.replay.geometry import Options
+from lsfuse.replay.mesh import on_mesh, one_device
+from lsfuse.rl.decode import copies, decode, prefill, shared_attention, shared_caches
 from lsfuse.types import Array, Params
 
 
@@ -43,6 +46,9 @@ class Sampler:
     top_p: float
     stop_ids: tuple[int, ...]
     chunk_size: int
+    compute_dtype: str | None = None
+    state_dtype: str | None = None
+    mesh: Mesh | None = None
 
     def __post_init__(self):
         for name in ("num_generations", "max_tokens", "chunk_size"):
@@ -78,23 +84,36 @@ class Sampler:
 
     def _run(self, params: Params, prompt_ids: Array, prompt_lengths: Array, key: Array) -> Samples:
         check_params(self.model, params)
-        groups, branches = prompt_ids.shape[0], self.num_generations
         prompt_ids, prompt_lengths = (jnp.asarray(x, jnp.int32) for x in (prompt_ids, prompt_lengths))
-        prefilled = prefill(params, self.model, prompt_ids, prompt_lengths, self.chunk_size)
-        caches = shared_caches(self.model, groups, branches, self.max_tokens, params["embed_tokens"].dtype)
+        prompts = prompt_ids, prompt_lengths, branch_keys(key, prompt_ids.shape[0], self.num_generations)
+        if self.mesh is None:
+            return self._decode(one_device(self.model, self._options), params, prompts)
+        run = on_mesh(self._decode, self.model, self.mesh, self._options, lambda _: PartitionSpec(), split_groups=True)
+        return run(params, prompts)
+
+    @property
+    def _options(self) -> Options:
+        return Options("stop", self.chunk_size, compute_dtype=self.compute_dtype, state_dtype=self.state_dtype)
+
+    def _decode(self, config: ModelConfig, params: Params, prompts: tuple[Array, Array, Array]) -> Samples:
+        """On one device: its groups' prompts, lengths and keys [B, G]; what comes back is of all groups."""
+        prompt_ids, prompt_lengths, keys = prompts
+        prefilled = prefill(params, config, prompt_ids, prompt_lengths, self.chunk_size)
+        dtype = config.compute_dtype or params["embed_tokens"].dtype
+        caches = shared_caches(config, keys.shape[0], keys.shape[1], self.max_tokens, dtype)
         out = decode(
             params,
-            self.model,
+            copies(config),
             prefilled,
-            shared_attention(prefilled),
+            shared_attention(prefilled, config.shards),
             caches,
-            branch_keys(key, groups, branches),
+            keys,
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             stop_ids=self.stop_ids,
         )
-        return Samples(*out)
+        return Samples(*(config.shards.gather_data(x) for x in out))
 
     def _check_prompts(self, prompt_ids: Any, prompt_lengths: Any) -> None:
         shape, lengths_shape = np.shape(prompt_ids), np.shape(prompt_lengths)
@@ -143,6 +162,9 @@ def make_sampler(
     top_p: float = 1.0,
     stop_ids: Sequence[int] = (),
     chunk_size: int = 512,
+    compute_dtype: str | None = None,
+    state_dtype: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Sampler:
     """A function (params, prompt_ids [B, P], prompt_lengths [B], key) -> `Samples`.
 
@@ -153,6 +175,9 @@ def make_sampler(
       top_p: draws from the fewest tokens whose tempered probabilities add up to top_p (nucleus, arXiv 1904.09751).
       stop_ids: tokens that end a response and belong to it.
       chunk_size: prompt tokens prefilled at a time.
+      compute_dtype, state_dtype: as of `replay.value_and_grad`; own keys and values are of compute_dtype.
+      mesh: devices to run on, as of `replay.value_and_grad`: groups are split over its data axis, prefixes striped over
+        context and fsdp, the samples are copied to all.
 
     A step's randomness comes from the key folded with group index, branch index and step: a branch's tokens depend
     neither on G nor on the other groups (beyond rounding of the logits, whose products run over all rows at once), and
@@ -164,7 +189,8 @@ def make_sampler(
     Raises: ValueError for an option out of range.
     """
     stop_ids = tuple(int(token) for token in stop_ids)
-    return _cached(model, num_generations, max_tokens, float(temperature), float(top_p), stop_ids, chunk_size)
+    sampling = (num_generations, max_tokens, float(temperature), float(top_p), stop_ids, chunk_size)
+    return _cached(model, *sampling, compute_dtype, state_dtype, mesh)
 
 
 # Equal requests share one compiled function.
