@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 Array = jax.Array | np.ndarray
 
@@ -21,3 +22,6 @@ Params = Mapping[str, Any]
 
 # Mesh axes: groups, the prefix sequence (striped), parameter shards, heads / hidden / vocabulary.
 MESH_AXES = ("data", "context", "fsdp", "tensor")
+
+# Of devices, or of none: what is traced, checked or counted needs no devices.
+AnyMesh = Mesh | AbstractMesh

@@ -39,7 +39,8 @@ def outcome(workdir: pathlib.Path, config=CONFIG, last: int = LAST) -> dict:
     setup = train.set_up(config)
     saved = json.loads((workdir / "config.json").read_text())
     params = jax.eval_shape(setup.load_params)
-    template = abstract_state(params, setup.rl.optimizer, jax.random.key_data(jax.random.key(0)))
+    dtype, key = params["embed_tokens"].dtype, jax.random.key_data(jax.random.key(0))
+    template = abstract_state(setup.model, dtype, setup.rl.optimizer, key)
     restored = Checkpoints(workdir / "checkpoints", saved).restore(template)
     assert restored is not None and restored.step == last
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]

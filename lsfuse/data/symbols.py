@@ -28,8 +28,8 @@ class SymbolTokenizer:
             raise ValueError(f"symbol {error} is not one of the {self.vocab_size} of this tokenizer") from None
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Ids beyond the symbols, which a model of a padded vocabulary may draw, are written as "<27>"."""
         ids = [int(i) for i in np.asarray(ids).ravel()]
-        bad = [i for i in ids if not 0 <= i < self.vocab_size]
-        if bad:
-            raise ValueError(f"id {bad[0]} is outside the {self.vocab_size} symbols of this tokenizer")
-        return " ".join(self.symbols[i] for i in ids if i not in self._hidden)
+        return " ".join(
+            self.symbols[i] if 0 <= i < self.vocab_size else f"<{i}>" for i in ids if i not in self._hidden
+        )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from lsfuse.checks import check_arrays
 from lsfuse.model.config import ModelConfig
@@ -42,7 +42,7 @@ from lsfuse.replay.objective import Mean, Objective
 from lsfuse.replay.prefix import capture, prefix_backward
 from lsfuse.replay.tails import tails_backward, tails_forward
 from lsfuse.replay.trunk import Trunk, divide_group, trunk_backward, trunk_capture
-from lsfuse.types import Array, Params
+from lsfuse.types import AnyMesh, Array, Params
 
 GradFn = Callable[[Params, Batch], tuple[tuple[Array, dict[str, Any]], Params]]
 
@@ -67,7 +67,7 @@ def grad_function(
     model: ModelConfig,
     options: Options,
     branches: Branches = TAILS,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
 ) -> GradFn:
     """f(params, batch) -> ((loss, metrics), grads); see `replay.value_and_grad`."""
 

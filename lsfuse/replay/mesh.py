@@ -12,15 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lsfuse.model.config import ModelConfig, check_divides, device_config, param_shapes
 from lsfuse.model.shards import Shards, param_specs
 from lsfuse.replay.geometry import Options
-from lsfuse.types import MESH_AXES, Params
+from lsfuse.types import MESH_AXES, AnyMesh, Params
 
 
-def make_shards(mesh: Mesh) -> Shards:
+def make_shards(mesh: AnyMesh) -> Shards:
     """Raises ValueError for an axis that has no meaning here."""
     if unknown := [name for name in mesh.axis_names if name not in MESH_AXES]:
         raise ValueError(f"mesh has an axis {unknown[0]!r}; axes may be {', '.join(MESH_AXES)}")
@@ -40,7 +40,7 @@ def make_shards(mesh: Mesh) -> Shards:
     return Shards(tokens, tensor, data, num_tokens, num_tensor, num_data)
 
 
-def param_shardings(model: ModelConfig, mesh: Mesh) -> dict[str, Any]:
+def param_shardings(model: ModelConfig, mesh: AnyMesh) -> dict[str, Any]:
     """NamedSharding of every parameter, as `replay.value_and_grad(..., mesh=mesh)` takes parameters and returns their
     gradients: for `jax.device_put`, for checkpoints, for an optimizer's moments.
 
@@ -62,7 +62,7 @@ def one_device(model: ModelConfig, options: Options) -> ModelConfig:
 def on_mesh(
     step: Callable[[ModelConfig, Params, Any], Any],
     model: ModelConfig,
-    mesh: Mesh,
+    mesh: AnyMesh,
     options: Options,
     outputs: Any,
     split_groups: bool = False,

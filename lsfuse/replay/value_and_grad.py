@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from lsfuse.model.config import ModelConfig
 from lsfuse.model.params import check_params
@@ -13,7 +13,7 @@ from lsfuse.replay.engine import Engine, GradFn, grad_function
 from lsfuse.replay.geometry import Options
 from lsfuse.replay.mesh import on_mesh, one_device
 from lsfuse.replay.objective import Objective, ObjectiveFn, as_objective
-from lsfuse.types import Array, Params
+from lsfuse.types import AnyMesh, Array, Params
 
 
 def value_and_grad(
@@ -32,7 +32,7 @@ def value_and_grad(
     compute_dtype: str | None = None,
     state_dtype: str | None = None,
     cotangent_dtype: str | None = None,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
 ) -> GradFn:
     """Value and gradient of an objective of per-token log-probs, the prompt of each group run once.
 
@@ -94,7 +94,7 @@ def per_token_logps(
     response_buckets: tuple[int, ...] = (),
     compute_dtype: str | None = None,
     state_dtype: str | None = None,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
 ) -> Callable[[Params, Batch], tuple[Array, Array]]:
     """Scoring pass: f(params, batch) -> (per_token_logps, entropies) [B, G, R], no gradient, each prompt run once.
 

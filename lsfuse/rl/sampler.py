@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from lsfuse.checks import check_arrays, check_key
 from lsfuse.model import ModelConfig, check_params
 from lsfuse.replay.geometry import Options
 from lsfuse.replay.mesh import on_mesh, one_device
 from lsfuse.rl.decode import copies, decode, prefill, shared_attention, shared_caches
-from lsfuse.types import Array, Params
+from lsfuse.types import AnyMesh, Array, Params
 
 
 class Samples(NamedTuple):
@@ -48,7 +48,7 @@ class Sampler:
     chunk_size: int
     compute_dtype: str | None = None
     state_dtype: str | None = None
-    mesh: Mesh | None = None
+    mesh: AnyMesh | None = None
 
     def __post_init__(self):
         for name in ("num_generations", "max_tokens", "chunk_size"):
@@ -164,7 +164,7 @@ def make_sampler(
     chunk_size: int = 512,
     compute_dtype: str | None = None,
     state_dtype: str | None = None,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
 ) -> Sampler:
     """A function (params, prompt_ids [B, P], prompt_lengths [B], key) -> `Samples`.
 

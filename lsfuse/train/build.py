@@ -107,6 +107,7 @@ def make_model(config: ConfigDict, tokenizer: Any) -> tuple[ModelConfig, Callabl
             "a model of random parameters takes its vocabulary from the task's tokenizer, and there is none"
         )
     model = random_model(config, tokenizer)
+    io.check_vocab(tokenizer, model)
     key = jax.random.fold_in(jax.random.key(config.seed), 0)
     return model, lambda: jax.jit(init_params, static_argnums=(0, 2))(model, key, dtype)
 
@@ -115,13 +116,14 @@ def random_model(config: ConfigDict, tokenizer: Any) -> ModelConfig:
     """The model of the config's shapes, for the tokenizer's vocabulary."""
     m = config.model
     return ModelConfig(
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=m.vocab_size or tokenizer.vocab_size,
         hidden_size=m.hidden_size,
         num_heads=m.num_heads,
         head_dim=m.head_dim,
         blocks=uniform_blocks(m.num_blocks, m.num_kv_heads, m.ffn_width),
         max_position_embeddings=m.max_position_embeddings,
         rope_theta=m.rope_theta,
+        qk_norm=m.qk_norm,
         tie_word_embeddings=m.tie_word_embeddings,
         eos_token_ids=tuple(tokenizer.stop_ids),
         pad_token_id=tokenizer.pad_id,

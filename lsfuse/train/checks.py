@@ -4,8 +4,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from lsfuse import data
+from lsfuse import data, scale
+from lsfuse.model import ModelConfig
 from lsfuse.train.build import Stage, advantage_options
+from lsfuse.types import AnyMesh
 
 
 def check_objective(config: ConfigDict, task: Any) -> None:
@@ -103,6 +105,30 @@ def check_correction(config: ConfigDict, task: Any) -> None:
     if not hasattr(task, "example") and task[0].old_per_token_logps is None:
         raise ValueError(
             f"{where} the groups have no old_logps, the log-probs of the engine that sampled them ({_where(task, 0)})"
+        )
+
+
+def check_mesh(config: ConfigDict, model: ModelConfig, mesh: AnyMesh | None) -> None:
+    """Raises ValueError for a mesh that does not divide the model or a step's groups, and for what runs on none."""
+    if mesh is None:
+        return
+    groups = {"config.rl.num_prompts": config.rl.num_prompts}
+    if config.warm_start.stages:
+        sizes = {f"config.warm_start.stages[{i}]: num_prompts": s[1] for i, s in enumerate(config.warm_start.stages)}
+        groups |= sizes
+    elif config.warm_start.steps:
+        groups["config.warm_start.num_prompts"] = config.warm_start.num_prompts
+    scale.check_mesh(model, mesh, groups)
+    tokens = mesh.shape["context"] * mesh.shape["fsdp"]
+    if config.replay.prefix != "prompt" and tokens > 1:
+        raise ValueError(
+            f'config.replay.prefix is "{config.replay.prefix}", which runs on meshes that split groups and heads only,'
+            f" but config.mesh.context x fsdp is {tokens}; take \"prompt\", or data and tensor"
+        )
+    if config.report.compare_dense:
+        raise ValueError(
+            "config.report.compare_dense measures one device, but config.mesh has several; set it to False, or the mesh"
+            " to 1"
         )
 
 

@@ -75,7 +75,7 @@ def costs(setup: Setup) -> Mapping[str, replay.cost.Cost]:
 
 def dry_run(config: ConfigDict | Mapping[str, Any], **given: Any) -> str:
     """Text for people: the resolved config and what one step at full lengths costs. given: as in `run`."""
-    setup = set_up(config, **given)
+    setup = set_up(config, **given, abstract=True)
     fields = setup.config.rl
     mine, dense = costs(setup).values()
     parts = memory(setup)
@@ -83,6 +83,7 @@ def dry_run(config: ConfigDict | Mapping[str, Any], **given: Any) -> str:
         "resolved config",
         json.dumps(setup.saved, indent=2),
         "",
+        f"mesh: {_mesh(setup)}",
         f"model: {count_params(setup.model):,} parameters in {setup.model.num_blocks} blocks, {setup.config.dtype}",
         f"one RL step: {fields.num_prompts} prompts of up to {fields.max_prompt} tokens,"
         f" {fields.num_generations} responses of up to {fields.max_response} each, {fields.num_iterations} update(s)",
@@ -96,6 +97,12 @@ def dry_run(config: ConfigDict | Mapping[str, Any], **given: Any) -> str:
         f"  {'sum':<34}{sum(parts.values()) / 1e6:>12,.1f} MB",
     ]
     return "\n".join(lines)
+
+
+def _mesh(setup: Setup) -> str:
+    if setup.mesh is None:
+        return "one device"
+    return ", ".join(f"{name} {size}" for name, size in setup.mesh.shape.items() if size > 1)
 
 
 def _row(name: str, mine: float, dense: float, form: str) -> str:

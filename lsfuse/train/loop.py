@@ -18,10 +18,10 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from lsfuse import io, replay
+from lsfuse import io, replay, scale
 from lsfuse.io.checkpoint import Checkpoints
 from lsfuse.io.checkpoint_manifest import CheckpointError
-from lsfuse.model import ModelConfig, abstract_params
+from lsfuse.model import ModelConfig
 from lsfuse.replay.objective import ObjectiveFn
 from lsfuse.train import build, checks
 from lsfuse.train import workdir as files
@@ -35,7 +35,7 @@ from lsfuse.train.progress import Progress
 from lsfuse.train.report import format_summary, parameter_change, summarize, write_report
 from lsfuse.train.rollout import evaluate
 from lsfuse.train.tensorboard import Events, require_tensorboard
-from lsfuse.types import Params
+from lsfuse.types import AnyMesh, Params
 
 RewardFn = Callable[[Mapping[str, Any], str], float]
 
@@ -65,6 +65,7 @@ class Setup:
     warm_start: WarmStart | None
     rl: GroupRL
     reference: bool
+    mesh: AnyMesh | None
 
 
 def set_up(
@@ -76,9 +77,14 @@ def set_up(
     objective: replay.Objective | ObjectiveFn | None = None,
     optimizer: optax.GradientTransformation | None = None,
     resume: bool = False,
+    abstract: bool = False,
 ) -> Setup:
-    """Resolves and checks everything; reads files, writes none. Arguments as in `run`."""
+    """Resolves and checks everything; reads files, writes none. Arguments as in `run`.
+
+    abstract: for a description only, of a mesh that may have more devices than there are.
+    """
     config = resolve_config(config)
+    mesh = (scale.abstract_mesh if abstract else scale.make_mesh)(config.mesh)
     if workdir is not None:
         files.check_workdir(pathlib.Path(workdir), None, resume)
     passed = {"task": task, "reward_fn": reward_fn, "objective": objective, "optimizer": optimizer}
@@ -90,6 +96,7 @@ def set_up(
     build.check_sizes(config, model, task)
     build.check_trainable(config, model)
     checks.check_groups(config, task)
+    checks.check_mesh(config, model, mesh)
     if objective is None:
         build.check_group_size(config)
         checks.check_objective(config, task)
@@ -102,18 +109,19 @@ def set_up(
     facts = {"passed": passed}
     if sha256 := getattr(task, "sha256", None):
         facts["data_sha256"] = dict(sha256)
-    saved = json.loads(json.dumps({**config.to_dict(), **facts}))
+    what = {k: v for k, v in config.to_dict().items() if k != "mesh"}  # where it runs is no part of what a run is
+    saved = json.loads(json.dumps({**what, **facts}))
     if workdir is not None:
         files.check_workdir(pathlib.Path(workdir), saved, resume)
     reward_fn = reward_fn or getattr(task, "reward", None)
     stages = build.warm_start_stages(config, task)
     checks.check_warm_start(config, task, stages)
-    warm_start = WarmStart(config, model, stages) if stages else None
-    rl = GroupRL(config, model, task, reward_fn, objective, optimizer)
+    warm_start = WarmStart(config, model, stages, mesh) if stages else None
+    rl = GroupRL(config, model, task, reward_fn, objective, optimizer, mesh)
     optimizers = {"rl": rl.optimizer} | ({} if warm_start is None else {"warm_start": warm_start.optimizer})
     build.check_optimizers(config, model, optimizer, optimizers)
     reference = build.needs_reference(config)
-    return Setup(config, saved, task, tokenizer, model, load_params, reward_fn, warm_start, rl, reference)
+    return Setup(config, saved, task, tokenizer, model, load_params, reward_fn, warm_start, rl, reference, mesh)
 
 
 def run(
@@ -158,7 +166,7 @@ def run(
     setup = set_up(config, workdir, **given, resume=resume)
     with files.full_disk(workdir), files.locked(workdir):
         files.check_workdir(workdir, setup.saved, resume)  # nobody came in between
-        write_run_files(workdir, setup.saved)
+        write_run_files(workdir, setup.saved, setup.config.mesh.to_dict())
         with contextlib.ExitStack() as stack:
             metrics = stack.enter_context(files.JsonLines(workdir / "metrics.jsonl"))
             samples = stack.enter_context(files.JsonLines(workdir / "samples.jsonl"))
@@ -187,7 +195,7 @@ class _Run:
     ):
         self.setup, self.workdir, self.metrics, self.samples = setup, workdir, metrics, samples
         self.events = events
-        self.config, self.model = setup.config, setup.model
+        self.config, self.model, self.mesh = setup.config, setup.model, setup.mesh
         self.key = jax.random.key(self.config.seed)
         defaults = today_s_fields(setup.saved)
         self.checkpoints = Checkpoints(workdir / "checkpoints", setup.saved, self.config.checkpoint.keep, defaults)
@@ -249,11 +257,11 @@ class _Run:
         """State at RL step 0. Its parameters are the reference, and what the change is measured from."""
         if self.setup.reference or self.config.report.parameter_change:
             self.start.save(0, {"params": params})
-        return init_state(params, self.rl.optimizer, position)
+        return init_state(params, self.model, self.rl.optimizer, position, self.mesh)
 
     def start_params(self) -> Params:
         """The parameters RL started from."""
-        restored = self.start.restore({"params": self._abstract_params()})
+        restored = self.start.restore({"params": self._abstract(self.rl)["params"]})
         if restored is None:
             raise CheckpointError(f"{self.start.directory} is gone; the run cannot be continued without it")
         return restored.state["params"]
@@ -284,8 +292,9 @@ class _Run:
 
     # --- checkpoints ---
 
-    def _abstract_params(self) -> Any:
-        return abstract_params(self.model, jnp.dtype(self.config.dtype))
+    def _abstract(self, phase: WarmStart | GroupRL) -> dict[str, Any]:
+        dtype, key = jnp.dtype(self.config.dtype), jax.random.key_data(self.key)
+        return abstract_state(self.model, dtype, phase.optimizer, key, self.mesh)
 
     def _save(self, phase: str, done: int, state: State) -> None:
         step = done + (self.warm_start.steps if phase == "rl" and self.warm_start else 0)
@@ -301,7 +310,7 @@ class _Run:
         def template(info: dict[str, Any]) -> dict[str, Any]:
             phase = self.warm_start if info["phase"] == "warm_start" else self.rl
             assert phase is not None
-            return abstract_state(self._abstract_params(), phase.optimizer, jax.random.key_data(self.key))
+            return self._abstract(phase)
 
         restored = self.checkpoints.restore(template)
         sizes = restored.info["sizes"] if restored else {}
@@ -311,10 +320,10 @@ class _Run:
         if self.events is not None:
             self.events.start(records)
         if restored is None:
-            params = self.setup.load_params()
+            params = scale.place(self.setup.load_params(), self.model, self.mesh)
             if self.warm_start is None:
                 return "start", 0, self._begin_rl(params, 0)
-            return "warm_start", 0, init_state(params, self.warm_start.optimizer, 0)
+            return "warm_start", 0, init_state(params, self.model, self.warm_start.optimizer, 0, self.mesh)
         if not np.array_equal(restored.state["key"], jax.random.key_data(self.key)):
             raise CheckpointError(f"the checkpoint of step {restored.step} has the PRNG key of another seed")
         info, self.best = restored.info, restored.info["best"]

@@ -11,16 +11,18 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from lsfuse import data, replay, rl
-from lsfuse.model import ModelConfig
+from lsfuse import data, replay, rl, scale
+from lsfuse.model import ModelConfig, abstract_params
 from lsfuse.replay.objective import ObjectiveFn
 from lsfuse.train.build import Stage, advantage_options, replay_options
 from lsfuse.train.optimizer import make_optimizer, make_schedule
 from lsfuse.train.rollout import Rollout, fill_up, roll_out
-from lsfuse.train.step import make_update, to_host
-from lsfuse.types import Array, Params
+from lsfuse.train.step import UpdateFn, make_update, to_host
+from lsfuse.types import AnyMesh, Array, Params
 
 SAMPLE_STREAM, EVAL_STREAM = 1, 2
+# How the policy computes: alike when it samples, is scored and is trained, so that ratios are 1 at the first update.
+_ROUNDING = ("compute_dtype", "state_dtype")
 
 
 class NoUsableGroupError(ValueError):
@@ -38,21 +40,25 @@ class State:
 
 class WarmStart:
     """Supervised steps on the task's own targets. One response a prompt leaves nothing to share, so the gradient is the
-    dense one, many rows at a time."""
+    dense one, many rows at a time; on a mesh the replayed one, which is split."""
 
     name = "warm_start"
 
-    def __init__(self, config: ConfigDict, model: ModelConfig, stages: list[Stage]):
+    def __init__(self, config: ConfigDict, model: ModelConfig, stages: list[Stage], mesh: AnyMesh | None = None):
         fields = config.warm_start
         self.stages, self.seed = stages, config.seed
         self.steps = sum(stage.steps for stage in stages)
         self.schedule = make_schedule(fields.optimizer, self.steps, "config.warm_start.optimizer")
         self.optimizer = make_optimizer(fields.optimizer, self.steps, "config.warm_start.optimizer")
-        remat = config.replay.remat_policy
-        self._updates = {
-            rows: make_update(rl.nll(), model, self.optimizer, dense=True, branch_batch=rows, remat_policy=remat)
-            for rows in {stage.num_prompts for stage in stages}
-        }
+
+        def update(rows: int) -> UpdateFn:
+            if mesh is not None:
+                options = {**replay_options(config), "prefix_grad": "exact", "prefix": "prompt", "response_buckets": ()}
+                return make_update(rl.nll(), model, self.optimizer, mesh=mesh, **options)
+            options = {k: config.replay[k] for k in ("remat_policy", *_ROUNDING)}
+            return make_update(rl.nll(), model, self.optimizer, dense=True, branch_batch=rows, **options)
+
+        self._updates = {rows: update(rows) for rows in {stage.num_prompts for stage in stages}}
 
     def step(self, state: State, step: int) -> dict[str, float]:
         """Changes `state`; returns metrics."""
@@ -90,6 +96,7 @@ class GroupRL:
         reward_fn: Callable[[Mapping[str, Any], str], float] | None,
         objective: replay.Objective | ObjectiveFn,
         optimizer: optax.GradientTransformation | None = None,
+        mesh: AnyMesh | None = None,
     ):
         fields = config.rl
         self.config, self.model, self.task, self.reward_fn = config, model, task, reward_fn
@@ -103,9 +110,9 @@ class GroupRL:
         self.schedule = None if optimizer else make_schedule(fields.optimizer, updates, "config.rl.optimizer")
         self.optimizer = optimizer or make_optimizer(fields.optimizer, updates, "config.rl.optimizer")
         options = replay_options(config, temperature=fields.temperature)
-        self.update = make_update(objective, model, self.optimizer, **options)
-        shared = ("chunk_size", "branch_batch", "temperature", "prefix", "response_buckets")
-        self.score = jax.jit(replay.per_token_logps(model, **{k: options[k] for k in shared}))
+        self.update = make_update(objective, model, self.optimizer, mesh=mesh, **options)
+        shared = ("chunk_size", "branch_batch", "temperature", "prefix", "response_buckets", *_ROUNDING)
+        self.score = jax.jit(replay.per_token_logps(model, mesh=mesh, **{k: options[k] for k in shared}))
         self.old_logps = fields.old_logps
         if self.old_logps == "auto":
             self.old_logps = "none" if fields.num_iterations == 1 else "score" if self.offline else "sampler"
@@ -124,6 +131,8 @@ class GroupRL:
                 max_tokens=fields.max_response,
                 stop_ids=task.tokenizer.stop_ids,
                 chunk_size=config.replay.chunk_size,
+                mesh=mesh,
+                **{k: options[k] for k in _ROUNDING},
             )
             for how in {_how(fields), _how(config.eval)}  # one program if training and evaluation sample alike
         }
@@ -228,14 +237,24 @@ def _how(fields: ConfigDict) -> tuple[int, float, float]:
     return fields.num_generations, fields.temperature, fields.top_p
 
 
-def init_state(params: Params, optimizer: optax.GradientTransformation, position: int) -> State:
-    return State(params, jax.jit(optimizer.init)(params), position)
+def init_state(
+    params: Params,
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    position: int,
+    mesh: AnyMesh | None = None,
+) -> State:
+    lie = None if mesh is None else scale.state_shardings(model, mesh, jax.eval_shape(optimizer.init, params))
+    return State(params, jax.jit(optimizer.init, out_shardings=lie)(params), position)
 
 
-def abstract_state(params: Any, optimizer: optax.GradientTransformation, key: Array) -> dict[str, Any]:
-    """The tree a checkpoint holds, as `jax.ShapeDtypeStruct`s."""
-    return {
-        "params": params,
-        "opt_state": jax.eval_shape(optimizer.init, params),
-        "key": jax.eval_shape(jnp.asarray, key),
-    }
+def abstract_state(
+    model: ModelConfig, dtype: Any, optimizer: optax.GradientTransformation, key: Array, mesh: AnyMesh | None = None
+) -> dict[str, Any]:
+    """The tree a checkpoint holds, as `jax.ShapeDtypeStruct`s that say where each leaf goes on a mesh."""
+    params = abstract_params(model, dtype)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    if mesh is not None:
+        put = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+        state = jax.tree.map(put, state, scale.state_shardings(model, mesh, state))
+    return {**state, "key": jax.eval_shape(jnp.asarray, key)}

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict, config_dict
 
 from lsfuse.data import REWARDS
 from lsfuse.model import REMAT_POLICIES
-from lsfuse.replay import PREFIXES
+from lsfuse.replay import DTYPES, PREFIXES
 from lsfuse.rl import BASELINES, DPO_LOSS_TYPES, IMPORTANCE_LEVELS, KL_KINDS, LOSS_AGG_MODES, SCALES
 from lsfuse.train.optimizer_names import check_name
 
@@ -68,9 +68,19 @@ SCHEMA: dict[str, Any] = {
     "dtype": Field(
         "float32", "of the parameters and all that follows them", choices=("float32", "bfloat16", "float16")
     ),
+    # The devices of the run: it may be resumed on others, and then is the same to rounding.
+    "mesh": {
+        "data": Field(1, "devices that split the groups of a step", minimum=1),
+        "context": Field(1, "devices that split token positions: the prompt's state, and parameters", minimum=1),
+        "fsdp": Field(1, "as context, which it multiplies", minimum=1),
+        "tensor": Field(1, "devices that split heads, FFN channels and the vocabulary", minimum=1),
+    },
     "model": {
         "path": Field(
             None, "folder (or hub id) in Hugging Face layout; None: random parameters, shapes as below", (str,)
+        ),
+        "vocab_size": Field(
+            None, "V, rows of the embedding; None: the tokenizer's. More divide by a mesh", (int,), minimum=1
         ),
         "hidden_size": Field(128, "D", minimum=1),
         "num_blocks": Field(2, "blocks, all alike", minimum=1, maximum=10_000),
@@ -80,6 +90,7 @@ SCHEMA: dict[str, Any] = {
         "ffn_width": Field(384, "hidden channels of the gated FFN", minimum=0),
         "max_position_embeddings": Field(2048, "longest prompt and response together", minimum=1),
         "rope_theta": Field(10000.0, "base of the rotary frequencies", minimum=1),
+        "qk_norm": Field(False, "whether queries and keys are normed (Qwen3)"),
         "tie_word_embeddings": Field(True, "whether the head is the embedding's transpose"),
     },
     "task": {
@@ -201,6 +212,13 @@ SCHEMA: dict[str, Any] = {
         ),
         "memory_budget": Field(
             None, "bytes for kept activations; None: half of the memory", (int,), minimum=0, maximum=2**63 - 1
+        ),
+        "compute_dtype": Field(
+            None, "of activations, and of kernels in products; None: the parameters'", (str,), choices=DTYPES
+        ),
+        "state_dtype": Field(None, "of the prompt's keys and values; None: compute_dtype", (str,), choices=DTYPES),
+        "cotangent_dtype": Field(
+            None, "of their cotangents, into which branches add; None: float32 or wider", (str,), choices=DTYPES
         ),
     },
     "eval": {

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lsfuse import replay
+from lsfuse import replay, scale
 from lsfuse.model import ModelConfig
 from lsfuse.replay.objective import ObjectiveFn
-from lsfuse.types import Array, Params
+from lsfuse.types import AnyMesh, Array, Params
 
 # (params, opt_state, batch) -> (params, opt_state, metrics); the first two are donated.
 UpdateFn = Callable[[Params, Any, replay.Batch], tuple[Params, Any, dict[str, Array]]]
@@ -22,6 +22,7 @@ def make_update(
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
     dense: bool = False,
+    mesh: AnyMesh | None = None,
     **options: Any,
 ) -> UpdateFn:
     """A jitted step: loss and gradient by branch replay (or by its dense twin), then the optimizer.
@@ -30,9 +31,15 @@ def make_update(
     every batch of equal padded shapes. metrics: "loss", "grad_norm", "update_norm", "param_norm" (all global, float32
     or wider) and the objective's.
 
+    mesh: devices to run on, for the replayed step; what is returned lies there as `replay.param_shardings` and
+        `scale.state_shardings` say.
     options: of `replay.value_and_grad`.
     """
-    grad_fn = (replay.dense_value_and_grad if dense else replay.value_and_grad)(objective, model, **options)
+    if dense:
+        assert mesh is None, "the dense step runs on one device"
+        grad_fn = replay.dense_value_and_grad(objective, model, **options)
+    else:
+        grad_fn = replay.value_and_grad(objective, model, mesh=mesh, **options)
 
     step = optax.with_extra_args_support(optimizer).update
 
@@ -41,6 +48,9 @@ def make_update(
         (loss, metrics), grads = grad_fn(params, batch)
         updates, opt_state = step(grads, opt_state, params, value=loss)  # the loss, for those that read it (momo)
         new = optax.apply_updates(params, updates)
+        if mesh is not None:
+            lie = scale.state_shardings(model, mesh, (new, opt_state))
+            new, opt_state = jax.lax.with_sharding_constraint((new, opt_state), lie)
         norms = {"grad_norm": grads, "update_norm": updates, "param_norm": new}
         return new, opt_state, {"loss": loss, **{k: _norm(v) for k, v in norms.items()}, **metrics}
 
